@@ -3,6 +3,7 @@
     sudo python -m benchmarks.mailbox --figure faults      # two kills, a join, and 60 s without the store
     sudo python -m benchmarks.mailbox --figure requests    # requests and bytes of each worker and round
     python -m benchmarks.mailbox --figure soak             # ten minutes, a random fault every three seconds
+    python -m benchmarks.mailbox --figure folder           # kills while workers write files
 
 Workers are processes that train a small network, each step with a sleep in place of computation. The store is the S3
 server of moto in a process of its own; it carries out one request after the other, since moto does not keep the first
@@ -26,7 +27,7 @@ from typing import Any, Literal
 import tyro
 
 from benchmarks.cluster.network.namespaces import or_exit
-from benchmarks.mailbox import faults, requests, soak
+from benchmarks.mailbox import faults, folder, requests, soak
 from benchmarks.mailbox.training import METHODS, WireTraining
 from benchmarks.record import RESULTS, append_row, commit
 
@@ -35,7 +36,7 @@ from benchmarks.record import RESULTS, append_row, commit
 class MailboxBenchmark:
     """What is measured."""
 
-    figure: Literal["faults", "requests", "soak"] = "faults"
+    figure: Literal["faults", "requests", "soak", "folder"] = "faults"
     methods: tuple[str, ...] = METHODS
     quick: bool = False
     """Short runs, which show that the benchmark works."""
@@ -54,6 +55,8 @@ class MailboxBenchmark:
     save_every: int = 4
     num_rounds: int = 20
     """Of `requests`."""
+    kills: int = 60
+    """Of `folder`."""
     seed: int = 1
     folder: Path = RESULTS
 
@@ -61,7 +64,7 @@ class MailboxBenchmark:
         if unknown := [method for method in self.methods if method not in METHODS]:
             raise ValueError(f"got methods {unknown}, expected some of {list(METHODS)}")
         if self.quick:
-            self.seconds, self.outage, self.num_rounds = 60.0, 4.0, 4
+            self.seconds, self.outage, self.num_rounds, self.kills = 60.0, 4.0, 4, 5
             self.step_ms, self.grace, self.poll, self.interval = 20.0, 2.0, 0.25, 2.0
 
     def training(self, method: str, num_workers: int) -> WireTraining:
@@ -84,6 +87,8 @@ class MailboxBenchmark:
             return faults.measure(training, outage=self.outage)
         if self.figure == "requests":
             return requests.measure(training, num_rounds=self.num_rounds)
+        if self.figure == "folder":
+            return folder.measure(training, kills=self.kills, seed=self.seed)
         return soak.measure(training, seconds=self.seconds, every=self.every, seed=self.seed)
 
     @property

@@ -21,6 +21,7 @@ from gossip_modules.mailbox.medium import KEY_VARIABLE
 from gossip_modules.mailbox.push_sum import PushSumByMail
 from gossip_modules.testing import Worker
 
+KEY = "the key of the job"
 PUSH_SUM = "push-sum"
 METHODS = ("DiLoCo", "Streaming DiLoCo", "NoLoCo", PUSH_SUM)
 
@@ -61,7 +62,7 @@ class WireTraining(Training):
     def __call__(self, worker: Worker) -> dict[str, Any]:
         """Train as one worker until the file `LAST` is there; returns its number, its weight and its figures."""
         os.environ.update(VARIABLES, AWS_ENDPOINT_URL=f"http://{worker.store}")
-        os.environ[KEY_VARIABLE] = "the key of the job"
+        os.environ[KEY_VARIABLE] = KEY
         with self.lines(worker.rank) as say:
             membership: Any = Membership(
                 self.address or f"file://{self.folder}/run",
