@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -41,8 +40,7 @@ class WireRun(Job):
 
     def requests(self) -> list[dict[str, Any]]:
         """The requests so far, in their order."""
-        path = self.folder / server.LOG
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return server.logged(self.folder)
 
     def refuse(self, share: float) -> None:
         """From now on, the server answers this share of its requests with 503."""
@@ -102,7 +100,7 @@ class WireBackend(ProcessBackend):
 def _serve(folder: str, host: Host, pipe: Any) -> None:
     """The process of the store."""
     _begin(host, pipe)
-    _, port = server.serve(host.address, 0, Path(folder))
+    port = server.serve(host.address, 0, Path(folder)).server_port
     request = urllib.request.Request(f"http://{host.address}:{port}/{server.BUCKET}", method="PUT")
     urllib.request.urlopen(request).close()
     send(pipe, port=port)

@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from gossip_modules.mailbox.sealed import Seal, unpack
+
+if TYPE_CHECKING:
+    from werkzeug.serving import BaseWSGIServer
 
 LOG, REFUSE = "requests.jsonl", "refuse"
 """Files of a job: the requests, a line of JSON each; and the share of requests that the server refuses with 503."""
@@ -36,7 +39,7 @@ class LoggingServer:
 
     def __init__(self, app: Callable[..., Iterable[bytes]], folder: Path, *, seed: int = 0) -> None:
         self._app, self._refuse = app, folder / REFUSE
-        self._log = (folder / LOG).open("a")
+        self._log = folder / LOG
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
@@ -66,8 +69,8 @@ class LoggingServer:
                 "in": len(data),
                 "out": sum(map(len, answer)),
             }
-            self._log.write(json.dumps(line) + "\n")
-            self._log.flush()
+            with self._log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         return answer
 
 
@@ -84,14 +87,19 @@ def described(environ: Mapping[str, Any], data: bytes) -> dict[str, Any]:
     return {"verb": verb, "path": path}
 
 
-def serve(host: str, port: int, folder: Path) -> tuple[threading.Thread, int]:
-    """Serve in a thread; returns it and the port."""
+def serve(host: str, port: int, folder: Path) -> BaseWSGIServer:
+    """Serve in a thread; returns the server, which has its port and ends by `shutdown()`."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     app = LoggingServer(DomainDispatcherApplication(create_backend_app), folder)
     server = make_server(host, port, app, threaded=True)
-    thread = threading.Thread(target=server.serve_forever, name="s3", daemon=True)
-    thread.start()
-    return thread, server.server_port
+    threading.Thread(target=server.serve_forever, name="s3", daemon=True).start()
+    return server
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """The requests so far, in their order."""
+    path = folder / LOG
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
