@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from gossip_modules import GossipDataParallel, Membership, Schedule
+from gossip_modules import DiLoCo, GossipDataParallel, Membership, Schedule
 from gossip_modules.extend import Algorithm
 from gossip_modules.methods import METHODS, read_algorithm
 from tests.end_to_end.test_examples import number, until
@@ -130,9 +130,18 @@ def test_the_methods_that_fit_are_in_the_table_of_the_guide() -> None:
             assert re.search(rf"(?i)\b{re.escape(title)}\b", refused), title
 
 
-def test_the_example_of_costs_prints_the_line_below_it(capsys: pytest.CaptureFixture[str]) -> None:
-    ((script, output),) = re.findall(
-        r"^```py\n(from gossip_modules.mailbox.costs.*?)^```\n\n```text\n(.*?)^```", GUIDE, re.M | re.S
+def test_the_commands_of_the_guide_run(terminals: Terminals) -> None:
+    """The costs before a run, and the view of a run that has ended."""
+    ask, look = re.findall(r"^(python -m gossip_modules\.(?:lab|mailbox) [^#\n]*?) *(?:#.*workers.*)?$", GUIDE, re.M)[
+        :2
+    ]
+    table, _ = terminals.type(ask).communicate(timeout=100)
+    requests, storage, egress = map(float, re.findall(r"^ +100 .*% +(\S+) +(\S+) +(\S+)$", table, re.M)[0])
+    assert requests + storage < 0.01 < 1 < egress
+    membership = Membership(f"file://{terminals.folder}/run1", min_workers=1, key="secret")
+    GossipDataParallel(nn.Linear(2, 2), algorithm=DiLoCo(sync_every=2), membership=membership).close()
+    address = f"file://{terminals.folder}/run1"
+    view, _ = terminals.type(look.replace("s3://my-bucket/run1", address), GOSSIP_JOB_KEY="secret").communicate(
+        timeout=100
     )
-    exec(compile(script, "mailbox.md", "exec", dont_inherit=True), {})
-    assert capsys.readouterr().out == output
+    assert "0 live, 0 silent, 1 left" in view
