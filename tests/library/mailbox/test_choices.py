@@ -178,6 +178,17 @@ def test_weights_that_do_not_keep_the_sum_are_refused_for_push_sum() -> None:
         )
 
 
+def test_a_worker_with_another_graph_is_refused() -> None:
+    def start(graph: Any) -> GossipDataParallel:
+        membership = MailMembership("memory://graphs", min_workers=1)
+        return GossipDataParallel(Valley(), graph=graph, schedule=H, membership=membership)
+
+    first = start(RingGraph)
+    with pytest.raises(ValueError, match=r"graph.*RingGraph.*BaseGraph"):
+        start(BaseGraph)
+    first.close()
+
+
 class _Rows(MetropolisHastingsMixing):
     """Weights whose columns sum to something else than one."""
 
