@@ -262,7 +262,7 @@ BUILT_IN: tuple[Method, ...] = (
             "1710.06952",
         ),
         example="BilatGossipDataParallel(model)",
-        options=frozenset({"graph"}),
+        options=frozenset({"graph", "gossip_every"}),
         pace="shared_steps",
         simulated_graph=lambda n, peers: "bipartite-complete" if n % 2 else "bipartite-exponential",
     ),

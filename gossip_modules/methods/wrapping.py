@@ -197,6 +197,8 @@ def wrap_bilateral(module: nn.Module, chosen: Chosen, options: WrapperOptions, c
     """AD-PSGD: pairs average while both go on training."""
     graph = _graph_of(chosen, options, context)
     run: dict[str, Any] = {"timeout": context.timeout, "membership": context.membership}
+    if "gossip_every" in chosen.method.options:
+        run["schedule"] = options.gossip_every
     wrapper: Wrapper = load(place_of("BilatGossipDataParallel"))(module, graph=graph, **run, **chosen.arguments)
     return wrapper
 
