@@ -91,8 +91,8 @@ class Membership:
     is_by_mail: bool = False
     """Whether workers share a place for objects, and have no connections: see `MailMembership`."""
 
-    def __new__(cls, store: dist.Store | str, **options: Any) -> Membership:
-        """Make a membership, or the one of a mailbox, for an address with "://"."""
+    def __new__(cls, store: dist.Store | str = "", *args: Any, **options: Any) -> Membership:
+        """Make a membership, or the one of a mailbox, for an address with "://"; a subclass has its own arguments."""
         if cls is Membership and isinstance(store, str) and "://" in store:
             kind: type[Membership] = extras.load("mailbox.membership:MailMembership")
             return object.__new__(kind)
