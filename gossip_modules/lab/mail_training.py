@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..graph_manager.named_graphs import named_graph
 from ..mailbox.base import Listed
 from ..mailbox.errors import Transient
+from ..mailbox.job import read_run
 from ..mailbox.membership import MailMembership
 from ..mailbox.memory import MemoryMedium
 from ..mailbox.rounds import Close
@@ -368,8 +369,9 @@ class MailTraining:
 
     def newest(self) -> tuple[int, nn.Module]:
         """Return the number of rounds before the newest average, and the model with it; without one, the mean model."""
-        models = SavedModels(MemoryMedium(self.name, timeout=1.0, clock=self.clock, seal=Seal(None)))
-        number = models.newest()
+        medium = MemoryMedium(self.name, timeout=1.0, clock=self.clock, seal=Seal(None))
+        models = SavedModels(medium)
+        number = None if read_run(medium) is None else models.newest()
         saved = None if number is None else models.read(number)
         own = self.models.module.model
         if saved is not None and (saved.is_average or not saved.round):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ from .medium import Medium
 from .report import RunReport, report_of
 from .saved_models import KEPT_ROUNDS
 
+_NUMBERED = re.compile(r"(?:round/[^/]+|model)/(\d{10})(?:/|$)")
 _PRICES = tuple(vars(Prices()))
 
 
@@ -134,8 +136,8 @@ def _to_delete(report: RunReport, medium: Medium, before: int | None) -> list[st
             f"got --before {before}, expected 0 to {max(limit, 0)}: the newest saved model, and the last {KEPT_ROUNDS} "
             "rounds before it while workers have not left, stay for workers that come or are late"
         )
-    numbered = ((path.split("/")[-2 if path.startswith("round/") else -1], path) for path in paths)
-    return [path for number, path in numbered if path.startswith(("round/", "model/")) and int(number) < before]
+    numbered = [(found[1], path) for path in paths if (found := _NUMBERED.match(path))]
+    return [path for number, path in numbered if int(number) < before]
 
 
 def _clean(report: RunReport, medium: Medium, options: argparse.Namespace) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -447,7 +447,9 @@ class MailDriver(Driver):
     def start_at_anchor(self, x: FlatVector, k: int) -> None:
         """x <- the newest anchor, after the missed rounds; for a worker that has just joined."""
         self.memory.fit(Vector.of(x))
-        self.catch_up(x, k, "average", until=self.job.clock.now() + 2 * self.job.settings.timeout)
+        until = self.job.clock.now() + 2 * self.job.settings.timeout
+        with suppress(RoundGone):  # `post` meets it too, and takes a newer model when the run has one
+            self.catch_up(x, k, "average", until=until)
         self.memory.forget(_LATE)
         self._recover(x)
 

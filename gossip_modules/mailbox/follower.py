@@ -14,9 +14,10 @@ from ..transport.deadline import as_timeout
 from .clock import Clock
 from .errors import MailboxError
 from .folder import PARTS
-from .job import MAX_HEADER, MailJob, Settings
+from .job import MailJob, Settings, read_run
 from .medium import REAL_TIME, Medium, key_of, open_medium
 from .saved_models import SavedModels
+from .sealed import JOB
 
 
 class NoRun(MailboxError):
@@ -41,14 +42,12 @@ def open_run(address: str, *, key: str | bytes | None = None, timeout: float, cl
         medium = None  # to open it would make the folder
     else:
         medium = open_medium(address, timeout=timeout, key=key_of(key), clock=clock)
-    small = [] if medium is None else [p for p in medium.list() if p == "job" or p.endswith(("/claim", "/beat"))]
-    if medium is None or not small:
+    if medium is None or JOB not in medium.list():
         raise NoRun(f"there is no run at {address}; see whether the address is right, and start its workers first")
-    found = [medium.get(path, max_bytes=MAX_HEADER) for path in small]
-    if not any(found):
+    if read_run(medium) is None:
         raise MailboxError(
-            f"{medium.counts.refused} of {len(small)} objects of the run at {address} did not open; set GOSSIP_JOB_KEY "
-            "to the key of its workers, or unset it if they have none"
+            f"the object {JOB!r} of the run at {address} did not open; set GOSSIP_JOB_KEY to the key of its workers, "
+            "or unset it if they have none"
         )
     return medium
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,12 @@ from ..membership.background_log import log
 from ..membership.view import differences
 from .clock import Clock, Joinable
 from .errors import MailboxError
-from .medium import Medium
-from .sealed import pack, unpack
+from .medium import KEY_VARIABLE, Medium
+from .sealed import JOB, pack, unpack
 
 FORMAT = 1
 MAX_HEADER = 1 << 20  # bytes of an object without tensors
+_PLACE = re.compile(r"worker/(\d{6,})/(claim|beat|left)")
 _SILENT = 3  # periods without a sign of life after which a worker is silent
 
 
@@ -120,12 +122,14 @@ class MailJob:
     Attributes:
         number: the number of this worker, which no other start of a worker has; -1 before `claim`.
         last_round: seconds from one close to the next, as this worker saw the last two.
+        closed: the number of the last closed round that this worker knows, by stream.
     """
 
     def __init__(self, medium: Medium, settings: Settings) -> None:
         self.medium, self.settings = medium, settings
         self.number = -1
         self.last_round = 0.0
+        self.closed: dict[str, int] = {}
         self._signs: dict[int, Sign] = {}
         self._left: set[int] = set()
         self._listed = -1.0  # when the workers were listed last
@@ -152,20 +156,38 @@ class MailJob:
             ValueError: the run has other settings; names both sides.
         """
         own = {"format": str(FORMAT), **description}
-        nonce = secrets.token_hex(8)  # two first workers differ, so that one of them is told
-        is_first = self.medium.create("job", pack({"description": own, "nonce": nonce}))
-        if not is_first:
-            theirs = self.header("job", {"description": own})["description"]
-            if found := differences(theirs, own):
-                raise ValueError(
-                    f"the run at {self.medium.address} refused this worker, which differs from it: {found}; start it "
-                    "with the model and the options of the run, or give another address to a new run"
-                )
+        nonce = secrets.token_hex(16)  # two first workers differ, so that one of them is told
+        is_first = self.medium.create(JOB, pack({"description": own, "run": nonce}))
+        if is_first:
+            self.medium.seal = self.medium.seal.of_run(nonce)
+        elif found := differences(self._run_there()["description"], own):
+            raise ValueError(
+                f"the run at {self.medium.address} refused this worker, which differs from it: {found}; start it "
+                "with the model and the options of the run, or give another address to a new run"
+            )
         number = max(self._numbers(), default=-1) + 1
         while not self.medium.create(f"worker/{number:06d}/claim", pack({"nonce": nonce})):
             number += 1
         self.number = number
         return is_first
+
+    def _run_there(self) -> dict[str, Any]:
+        """The object `job` of another worker, which may become readable some time after it is there.
+
+        Raises:
+            MailboxError: it does not open.
+        """
+        clock, num_refused = self.clock, self.medium.counts.refused
+        end = clock.now() + self.settings.grace
+        while (header := read_run(self.medium)) is None:
+            if self.medium.counts.refused > num_refused or clock.now() > end:
+                raise MailboxError(
+                    f"the run at {self.medium.address} has an object {JOB!r} that does not open with the key of this "
+                    f"worker, expected the key of the run; set {KEY_VARIABLE} to it on all workers, or give another "
+                    "address to a new run"
+                )
+            clock.sleep(self.settings.poll / 16)
+        return header
 
     def header(
         self, path: str, default: dict[str, Any] | None = None, *, deadline: float | None = None
@@ -175,7 +197,7 @@ class MailJob:
         return (default or {}) if data is None else unpack(data, max_bytes=MAX_HEADER)[0]
 
     def _numbers(self) -> set[int]:
-        return {_number_of(path) for path in self.medium.list("worker/")}
+        return {number for number, _ in places_of(self.medium.list("worker/"))}
 
     @property
     def period(self) -> float:
@@ -255,18 +277,26 @@ class MailJob:
     def _look(self, deadline: float | None) -> None:
         """Read the signs of life. A period is read at the first beat of a worker, and before it counts as silent."""
         objects, now = self.medium.list("worker/", deadline=deadline), self.clock.now()
-        beats = {_number_of(path): entry.tag for path, entry in objects.items() if path.endswith("/beat")}
+        places = places_of(objects)
+        beats = {number: objects[path].tag for number, path in places if path.endswith("/beat")}
         beats.pop(self.number, None)
+        ends = [(number, path) for number, path in places if path.endswith("/left") and number not in self._left]
+        left = {number for number, path in ends if self._opens(path, deadline)}
         with self._lock:
-            self._left |= {_number_of(path) for path in objects if path.endswith("/left")}
+            self._left |= left
             self._read_signs(beats, now)
             new = [number for number, sign in self._signs.items() if sign.read != sign.tag]
             unknown = [number for number in new if not self._signs[number].read or self._signs[number].is_silent(now)]
         for number in unknown:  # requests are no business of the lock
             header = self.header(f"worker/{number:06d}/beat", deadline=deadline)
             with self._lock:
-                sign = self._signs[number]
-                sign.period, sign.read = max(float(header.get("period", 0.0)), self.settings.interval), beats[number]
+                if (sign := self._signs.get(number)) is not None and header:
+                    sign.period, sign.read = max(float(header["period"]), self.settings.interval), beats[number]
+                elif sign is not None and not sign.read:  # a stranger has written it, or it is not readable yet
+                    del self._signs[number]
+
+    def _opens(self, path: str, deadline: float | None) -> bool:
+        return self.medium.get(path, max_bytes=MAX_HEADER, deadline=deadline) is not None
 
     def _read_signs(self, beats: Mapping[int, str], now: float) -> None:
         gap, self._listed = now - self._listed if self._listed >= 0 else 0.0, now
@@ -305,6 +335,23 @@ class MailJob:
             self.pause(self.settings.poll)
 
 
-def _number_of(path: str) -> int:
-    """The worker of an object below worker/."""
-    return int(path.split("/")[1])
+def read_run(medium: Medium) -> dict[str, Any] | None:
+    """Read the object `job`, and open only objects of its run from then on: see [Note: One run] of `Seal`.
+
+    Args:
+        medium: changed.
+
+    Returns:
+        Its header; None: there is no run, or the object does not open.
+    """
+    data = medium.get(JOB, max_bytes=MAX_HEADER)
+    if data is None:
+        return None
+    header, _ = unpack(data, max_bytes=MAX_HEADER)
+    medium.seal = medium.seal.of_run(str(header["run"]))
+    return header
+
+
+def places_of(paths: Iterable[str]) -> list[tuple[int, str]]:
+    """The objects of workers among the paths below worker/, with the numbers of their workers."""
+    return [(int(found[1]), path) for path in paths if (found := _PLACE.fullmatch(path))]

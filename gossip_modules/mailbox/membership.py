@@ -385,7 +385,7 @@ class MailMembership(Membership):
             try:
                 newest = self.models.newest()
                 if (newest is None or newest < number) and self.models.create(number, data):
-                    self.models.prune()
+                    self.models.prune({"model": number, **self.mail.closed})
             except MailboxError as error:  # the model of a later round may do
                 log.warning("worker %d: the model of round %d is not saved: %s", self.number, number, error)
 

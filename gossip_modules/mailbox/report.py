@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from .base import Listed
 from .costs import Money, Prices, Requests, RoundCosts
-from .job import MailJob, Settings
+from .job import MailJob, Settings, places_of
 from .medium import Medium
 from .rounds import Close
 
 _PERIODS = 1.5  # of signs of life, for which the second look is waited
 _LONGEST = 60.0  # seconds of this wait
 _NUM_ROUNDS = 50  # whose duration is averaged
+_MODEL = re.compile(r"model/(\d{10})")
 _ROUND = re.compile(r"round/([^/]+)/(\d+)/(\w+)")
 _BY = re.compile(r"(?:worker/(\d+)/beat|round/[^/]+/\d+/(\d+)|mail/\d+/(\d+)/\d+)")
 
@@ -92,7 +93,7 @@ def report_of(medium: Medium, *, wait: float | None, show: Callable[[str], objec
     """
     job = MailJob(medium, Settings.of_reader(poll=1.0, timeout=medium.timeout))
     before, clock = medium.list(), medium.clock
-    numbers = sorted({int(path.split("/")[1]) for path in before if path.startswith("worker/")})
+    numbers = sorted({number for number, _ in places_of(before)})
     present = {number for number in numbers if f"worker/{number:06d}/left" not in before}
     periods = [float(job.header(f"worker/{number:06d}/beat").get("period", 0.0)) for number in sorted(present)]
     limit = min(_PERIODS * max(periods, default=0.0) + 1.0, _LONGEST) if wait is None else wait
@@ -106,8 +107,8 @@ def report_of(medium: Medium, *, wait: float | None, show: Callable[[str], objec
         present = {number for number in present if f"worker/{number:06d}/left" not in objects}
     steps: dict[int, int] = {}
     streams = tuple(_streams(job, objects, present, steps))
-    messages = sorted((path.split("/")[2], path) for path in objects if path.startswith("round/"))
-    last = {n: int(number) for number, path in messages for n in _writers(path)}
+    messages = sorted((int(found[2]), path) for path in objects if (found := _ROUND.fullmatch(path)))
+    last = {n: number for number, path in messages for n in _writers(path)}
     return RunReport(
         address=medium.address,
         workers=tuple(WorkerReport(n, _state(n, present, live), last.get(n), steps.get(n)) for n in numbers),
@@ -126,7 +127,7 @@ def _state(number: int, present: Collection[int], live: Collection[int]) -> str:
 
 
 def _models(objects: Collection[str]) -> tuple[int, ...]:
-    return tuple(sorted(int(path.split("/")[1]) for path in objects if path.startswith("model/")))
+    return tuple(sorted(int(found[1]) for path in objects if (found := _MODEL.fullmatch(path))))
 
 
 def _writers(path: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from .sealed import pack, unpack
 
 _LIST_EVERY = 2  # polls; see [Note: Looks] of `Stream`
 _GROWTH = 1.5  # of the pauses between two looks
+_CLOSE = re.compile(r"round/[^/]+/(\d{10})/close")
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,10 @@ class Stream:
     def close_of(self, number: int) -> Close | None:
         """The close of a round; None: it is open."""
         header = self.job.header(self.path(number, "close"))
-        return Close.of(number, header) if header else None
+        if not header:
+            return None
+        self.job.closed[self.name] = max(self.job.closed.get(self.name, 0), number)
+        return Close.of(number, header)
 
     def missed(self, number: int, *, has_outcome: bool) -> Missed:
         """The outcome of a round, and the number of the next one; without outcomes, the number of the first open one.
@@ -146,10 +151,10 @@ class Stream:
         return Missed(self.outcome(close, lambda close: None if close.has_mean else close.members), number + 1)
 
     def first_open(self) -> int:
-        """The number of the first round without a close, by one list of all rounds."""
-        found = self.job.medium.list(f"round/{self.name}")
-        closes = (path for path in found if path.endswith("/close"))
-        return max((int(path.split("/")[2]) + 1 for path in closes), default=0)
+        """The number of the first round after the last close that opens, by one list of all rounds."""
+        found = map(_CLOSE.fullmatch, self.job.medium.list(f"round/{self.name}"))
+        closes = sorted((int(each[1]) for each in found if each), reverse=True)
+        return next((number + 1 for number in closes if self.close_of(number) is not None), 0)
 
     def post(self, number: int, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Callable[[Wanted], Outcome]:
         """Copy a message; returns a function that sends it, waits for the close, and returns the outcome.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from ..transport.state_tree import decode, encode
 from .medium import Medium
 from .sealed import pack, unpack
 
+_NUMBERED = re.compile(r"(?:round/)?([^/]+)/(\d{10})(/\w+)?")
 KEPT_ROUNDS = 16  # whose messages stay, at least, for workers that are late
 _MAX_BYTES = 1 << 40
 
@@ -88,14 +90,13 @@ class SavedModels:
         header, tensors = unpack(data, max_bytes=_MAX_BYTES)
         return SavedModel(**decode(header["tree"], tensors))
 
-    def prune(self) -> None:
-        """Delete the models and the messages of rounds long before the last of their kind; the closes stay."""
-        places = [(*path.rpartition("/")[::2], path) for path in self.medium.list("model/")]
-        for path in self.medium.list("round/"):
-            stream, _, rest = path.removeprefix("round/").partition("/")
-            if not path.endswith("/close"):
-                places.append((stream, rest.partition("/")[0], path))
-        last: dict[str, int] = {}
-        for stream, number, _ in places:
-            last[stream] = max(last.get(stream, 0), int(number))
-        self.medium.delete([path for stream, number, path in places if int(number) < last[stream] - KEPT_ROUNDS])
+    def prune(self, last: Mapping[str, int]) -> None:
+        """Delete the models and the messages of rounds long before the last ones; the closes stay.
+
+        Args:
+            last: the numbers of the last rounds by stream, as this worker knows them: anybody may have written objects
+                with larger numbers. Models have the name "model".
+        """
+        found = [_NUMBERED.fullmatch(path) for folder in ("model", "round") for path in self.medium.list(folder)]
+        old = [each for each in found if each and int(each[2]) < last.get(each[1], 0) - KEPT_ROUNDS]
+        self.medium.delete([each[0] for each in old if each[3] != "/close"])

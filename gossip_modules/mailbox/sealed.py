@@ -15,6 +15,7 @@ from ..transport.state_tree import bytes_of, empty_tensors, num_bytes_of, specs_
 
 _MAX_HEADER = 4 << 20  # bytes of JSON; Python's objects take some 20 times as much
 _LENGTH = 4  # bytes of the size of the JSON
+JOB = "job"  # the path of the object with the identity of a run
 _MAGIC = b"GMMB\x01"  # the format and its version
 
 
@@ -66,19 +67,26 @@ def unpack(data: bytes | memoryview, *, max_bytes: int) -> tuple[dict[str, Any],
 
 
 class Seal:
-    """The seal of objects: HMAC-SHA256 under the key over path and content, in front of the content.
+    """The seal of objects: HMAC-SHA256 under the key over run, path and content, in front of the content.
 
     Without a key it is a SHA-256 digest: a truncated, altered or moved object is noticed, a forged one is not.
 
+    [Note: One run] The first worker of a run draws its identity and writes it into the object `job`, the only one whose
+    seal has no identity. An object of another run with the same key does not open, at whatever place it is put.
+
     Args:
-        key: the key of the job, shared by all workers; None: no key. An object of another run with the same key opens
-            at its path, so each run needs a key of its own.
+        key: the key of the job, shared by all workers; None: no key.
+        run: the identity of the run; "": not known yet.
     """
 
     num_bytes = len(_MAGIC) + hashlib.sha256().digest_size
 
-    def __init__(self, key: bytes | None) -> None:
-        self._key = key
+    def __init__(self, key: bytes | None, *, run: str = "") -> None:
+        self._key, self._run = key, run
+
+    def of_run(self, run: str) -> Seal:
+        """The seal of the objects of a run with this identity."""
+        return Seal(self._key, run=run)
 
     def seal(self, path: str, content: bytes) -> bytes:
         """The sealed object for this path, relative to the run."""
@@ -93,6 +101,7 @@ class Seal:
 
     def _code(self, path: str, content: bytes | memoryview) -> bytes:
         code = hashlib.sha256() if self._key is None else hmac.new(self._key, digestmod=hashlib.sha256)
-        code.update(path.encode() + b"\0")  # paths have no zero byte
+        run = "" if path == JOB else self._run
+        code.update(f"{run}\0{path}\0".encode())  # neither has a zero byte
         code.update(content)
         return code.digest()

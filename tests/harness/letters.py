@@ -15,7 +15,7 @@ from gossip_modules.flat.vector import FlatVector
 from gossip_modules.mailbox.by_mail import ByMail
 from gossip_modules.mailbox.clock import Clock, Joinable
 from gossip_modules.mailbox.errors import MailboxError, Transient
-from gossip_modules.mailbox.job import MailJob, Settings
+from gossip_modules.mailbox.job import MailJob, Settings, read_run
 from gossip_modules.mailbox.memory import MemoryMedium
 from gossip_modules.mailbox.sealed import Seal, unpack
 from gossip_modules.membership.links import alone
@@ -245,6 +245,7 @@ class Shares:
 
     def __init__(self, run: LetterRun) -> None:
         self.medium = MemoryMedium(run.name, timeout=1.0, clock=run.clock, seal=Seal(b"key"))
+        read_run(self.medium)
         self.paths = set(self.medium.list("mail"))
 
     def content(self, data: bytes) -> tuple[dict[str, Any], Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gossip_modules import BilatGossipDataParallel, GossipDataParallel
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.lab.virtual_clock import VirtualClock
+from gossip_modules.mailbox.job import read_run
 from gossip_modules.mailbox.membership import MailMembership
 from gossip_modules.mailbox.memory import MemoryMedium
 from gossip_modules.mailbox.push_sum import PushSumByMail
@@ -171,6 +172,7 @@ def test_the_mass_of_a_run_that_ends_is_in_its_last_model() -> None:
     run.end()
     assert sorted(member.mixer.weight for member in run.members) == [0.0, 0.0, 3.0]
     memory = MemoryMedium(run.name, timeout=1.0, clock=run.clock, seal=Seal(None))
+    read_run(memory)
     saved = SavedModels(memory).load()
     last = max(run.members, key=lambda member: member.mixer.weight)
     assert saved is not None

@@ -170,7 +170,7 @@ def test_another_key_is_one_line(run: str, capsys: pytest.CaptureFixture[str], m
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == (
-        f"error: 7 of 7 objects of the run at {run} did not open; set GOSSIP_JOB_KEY to the key of its workers, or "
+        f"error: the object 'job' of the run at {run} did not open; set GOSSIP_JOB_KEY to the key of its workers, or "
         "unset it if they have none\n"
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gossip_modules.mailbox.job import read_run
 from gossip_modules.mailbox.medium import open_medium
 from gossip_modules.mailbox.rounds import Close
 from gossip_modules.mailbox.saved_models import SavedModels
@@ -51,7 +52,9 @@ def vanish(worker: Worker) -> None:
 
 
 def models_of(address: str) -> SavedModels:
-    return SavedModels(open_medium(address, timeout=5.0, key=b"key"))
+    medium = open_medium(address, timeout=5.0, key=b"key")
+    read_run(medium)
+    return SavedModels(medium)
 
 
 def test_a_run_that_ended_goes_on_from_its_objects(address: str) -> None:
