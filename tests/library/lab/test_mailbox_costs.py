@@ -1,4 +1,4 @@
-"""The planner's table of rounds over a mailbox has the law of their requests, and the smallest period that it allows."""
+"""The planner's table of rounds over a mailbox has the law of their requests, and the smallest period for a wait."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_a_folder_is_free() -> None:
 
 
 def test_the_command_prints_the_table_without_training(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("--world-size 8 --parameters 25e6 --compute 0.5 --mailbox s3 --sync-every 77".split()) == 0
+    arguments = "--world-size 8 --parameters 25e6 --compute 0.5 --mailbox s3 --sync-every 77"
+    assert main(arguments.split()) == 0
     said = capsys.readouterr()
     assert 77 in rows_of(said.out)
     assert said.err == ""
