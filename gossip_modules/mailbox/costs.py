@@ -89,20 +89,20 @@ class RoundCosts:
     """The costs of one round of a `Stream` in which all workers are in time.
 
     [Note: The requests of a round] Of n workers with messages of m bytes and L looks each, one worker finds all
-    messages and closes the round. It reads n - 1 messages, and writes the close and, where the algorithm averages, the
-    mean. Each other worker then reads the mean, or r messages. The first look is a list, and others are reads: see
-    [Note: Looks] of `Stream`. In front of the looks a worker reads whether the round is closed already, and after them
-    it reads the close. A model of M bytes is saved every s rounds, with three lists for newer and older objects.
+    messages and closes the round. It reads n - 1 messages, and writes the close, the reader if n > 2, and the mean
+    where the algorithm averages. Each other worker then reads the mean, or r messages. The first look is a list, and
+    others are reads: see [Note: Looks] of `Stream`. In front of the looks a worker reads whether the round is closed
+    already, and after them it reads the close. A model of M bytes is saved every s rounds, with three lists for newer
+    and older objects.
 
-        writes          n + 1 + mean + 1/s
+        writes          n + 1 + (n > 2) + mean + 1/s
         reads           n (L + 1) + (n - 1) + (n - 1) r
         lists           n + 1 + 3/s
         bytes written   (n + mean) m + M/s
         bytes read      (n - 1) (1 + r) m
 
     with mean = 1 and r = 1 where the algorithm averages, else mean = 0. These are the least costs: waits add looks,
-    signs of life add a write each, and two workers that find all messages at once both read them. A list of more than
-    1,000 objects is several requests.
+    and signs of life add a write each. A list of more than 1,000 objects is several requests.
 
     Args:
         num_workers: n.
@@ -125,7 +125,7 @@ class RoundCosts:
         """The requests of all workers together."""
         n, has_mean, num_read, num_saves = self.num_workers, self._has_mean, self._num_read, 1 / self.save_every
         return Requests(
-            writes=n + 1 + has_mean + num_saves,
+            writes=n + 1 + (n > 2) + has_mean + num_saves,
             reads=n * (self.num_looks + 1) + (n - 1) * (1 + num_read),
             lists=n + 1 + 3 * num_saves,
             bytes_written=(n + has_mean) * self.message_bytes + self.model_bytes * num_saves,
@@ -149,7 +149,7 @@ class RoundCosts:
             latency: of a request, in seconds.
         """
         num_messages = 1 + (self.num_workers - 1) + self._has_mean + self._num_read
-        num_small = 5 + self.num_looks  # a read before the looks; two lists, a create and a read for the close
+        num_small = 5 + (self.num_workers > 2) + self.num_looks  # around the looks, and for the close
         return num_messages * (latency + self.message_bytes / byte_s) + num_small * latency
 
     @property

@@ -100,6 +100,7 @@ class Stream:
     [Note: The close] Round r of a stream has these objects, each of them written once:
 
         round/<stream>/<r>/<worker>      the message of a worker
+        round/<stream>/<r>/reader        the worker that reads all messages
         round/<stream>/<r>/close         the workers that count, with the digests of their messages
         round/<stream>/<r>/mean          the mean of their messages, where the algorithm averages
 
@@ -115,7 +116,9 @@ class Stream:
 
     Each worker would download all messages in order to close. So the worker that finds all messages right after its own
     closes at once, or after the grace, and the others one after the other, each `patience` seconds later, in an order
-    that turns with r.
+    that turns with r. Several workers may find all messages at the same time. Of more than two workers, the one whose
+    create of "reader" is first reads the messages. The others wait for the close, and take over one after the other if
+    it does not come for as long as so many uploads take.
 
     Args:
         job: the worker and its settings.
@@ -173,6 +176,7 @@ class Stream:
         watch = CloseRule(job.settings.quorum, job.settings.grace)
         own = {job.number: Sent.read(data, self.max_bytes)}
         written, live, listed, close = {job.number}, {job.number}, -math.inf, None
+        is_reader, takes_over = None, math.inf
         while True:
             is_first_look, must_list = listed < 0, clock.now() - listed >= _LIST_EVERY * job.settings.poll
             if must_list:  # see [Note: Looks]
@@ -185,12 +189,16 @@ class Stream:
             if is_first_look:  # the last writer of the quorum is the first to close, also after the grace
                 is_last = len(written) >= job.settings.quorum
             turn = sorted(written | {job.number})
-            position = 0 if is_last else (turn.index(job.number) - number) % len(turn)
+            order = (turn.index(job.number) - number) % len(turn)
+            position = 0 if is_last else order
             may_close = watch.may_close(clock.now(), written, live, delay=position * patience)
             if may_close and is_first_look:
                 live = job.live()
                 may_close = watch.may_close(clock.now(), written, live, delay=0.0)
-            if may_close:
+            if may_close and is_reader is None:
+                is_reader = len(turn) <= 2 or job.medium.create(self.path(number, "reader"), pack({"by": job.number}))
+                takes_over = clock.now() + (1 + order) * len(turn) * patience
+            if may_close and (is_reader or clock.now() >= takes_over):
                 close = self._decide(number, written, own, layout, quorum=min(job.settings.quorum, len(live)))
                 if close is not None:
                     break

@@ -115,7 +115,7 @@ def test_the_store_keeps_messages_and_models_of_the_last_rounds() -> None:
 def test_a_round_takes_its_messages_one_after_the_other() -> None:
     costs = RoundCosts(4, 1e6)
     assert costs.seconds(1e6, latency=0.0) == 6.0
-    assert costs.seconds(math.inf, latency=1.0) == 6 + 6
+    assert costs.seconds(math.inf, latency=1.0) == 6 + 7
 
 
 def test_the_smallest_period_keeps_the_share_of_waiting() -> None:

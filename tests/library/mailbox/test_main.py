@@ -64,7 +64,9 @@ def test_the_report_of_a_run_that_has_ended(run: str, capsys: pytest.CaptureFixt
     assert lines[8].startswith("0-average 3 ")
     assert lines[8].endswith(" 0,1,2 -")
     assert "saved models: 5, the newest after round 4" in lines
-    assert any(line.startswith("per worker and round of 0-average, at least: 2 writes, 3.33 reads,") for line in lines)
+    assert any(
+        line.startswith("per worker and round of 0-average, at least: 2.33 writes, 3.33 reads,") for line in lines
+    )
     assert any("storage 0, requests 0; egress 0" in line for line in lines)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
+from gossip_modules.mailbox.clock import Clock
 from gossip_modules.mailbox.job import MailJob, Settings
 from gossip_modules.mailbox.medium import MediumCounts
 from gossip_modules.mailbox.memory import MemoryMedium
 from gossip_modules.mailbox.rounds import Outcome, Stream
-from gossip_modules.mailbox.sealed import Seal
+from gossip_modules.mailbox.sealed import Seal, pack
 from tests.library.mailbox.clock import InstantClock
 
 SETTINGS = Settings(quorum=2, grace=30.0, poll=1.0, interval=10.0, timeout=600.0, audit=0.0, save_every=1)
@@ -65,6 +68,59 @@ def test_the_last_writer_closes_and_the_others_read() -> None:
     num_looks, num_lists = len(clock.sleeps), 1 + 20 // 2
     assert waiting.lists <= 2 * num_lists
     assert num_looks - num_lists <= waiting.reads <= num_looks + 2
+
+
+class SimultaneousMedium(MemoryMedium):
+    """A medium in which all workers have written before any of them looks."""
+
+    def __init__(self, name: str, all_written: threading.Barrier) -> None:
+        super().__init__(name, timeout=600.0, clock=Clock(), seal=Seal(None))
+        self._all_written = all_written
+
+    def create(self, path: str, data: bytes, *, deadline: float | None = None) -> bool:
+        is_new = super().create(path, data, deadline=deadline)
+        if path.startswith("round/") and path[-1].isdigit():
+            self._all_written.wait(10.0)
+        return is_new
+
+
+def test_one_worker_reads_the_messages_if_all_write_at_the_same_time() -> None:
+    """One worker reads all other messages, and the others read the mean."""
+    count, size = 4, 10_000
+    barrier, settings = threading.Barrier(count), replace(SETTINGS, quorum=count, poll=4.0)
+    made = [MailJob(SimultaneousMedium("at-once", barrier), settings) for _ in range(count)]
+    for job in made:
+        job.claim({})
+        job.beat()
+    for job in made:
+        assert job.live() == set(range(count))
+        job.medium.counts = MediumCounts()
+
+    def work(job: MailJob) -> None:
+        stream = Stream(job, "0-average", max_bytes=1 << 20)
+        stream.post(0, {"layout": "numbers", "has_mean": True}, [torch.ones(size)])(lambda close: None)
+
+    threads = [threading.Thread(target=work, args=(job,)) for job in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    bytes_read = sum(job.medium.counts.bytes_read for job in made)
+    assert bytes_read == pytest.approx(2 * (count - 1) * 4 * size, rel=0.05)
+    writes = sum(job.medium.counts.writes for job in made)
+    assert count + 3 <= writes <= count + 2 + count  # of "reader" one, or a try of each worker
+
+
+def test_another_worker_reads_if_the_reader_has_died() -> None:
+    clock = Script()
+    workers = jobs("dead-reader", 3, clock)
+    for job in workers[1:]:
+        data = pack({"layout": "one number", "by": job.number}, [torch.tensor([3.0])])
+        assert job.medium.create(f"round/0-average/{0:010d}/{job.number:06d}", data)
+    assert workers[2].medium.create(f"round/0-average/{0:010d}/reader", pack({"by": 2}))
+    outcome = run(workers[0], 0.0)
+    assert (outcome.close.by, outcome.close.members) == (0, (0, 1, 2))
+    assert clock.now() <= 3 * SETTINGS.poll / 4 + 2 * SETTINGS.poll
 
 
 def test_another_worker_closes_if_the_last_writer_has_died() -> None:
