@@ -44,7 +44,11 @@ class Mailbox:
     at their own pace. The Lab counts time in ticks of the fastest worker's median step.
 
     Args:
-        quorum, grace, poll, interval, save_every: see `MailMembership`; seconds are those of the Lab's clock.
+        quorum: see `MailMembership`.
+        grace: seconds of the Lab's clock; see `MailMembership`.
+        poll: seconds of the Lab's clock; see `MailMembership`.
+        interval: seconds of the Lab's clock; see `MailMembership`.
+        save_every: see `MailMembership`.
         period_by_speed: whether the `sync_every` of each worker is in proportion to its speed, and that of the
             algorithm belongs to a worker of mean speed. Then all workers write at about the same times.
         outages: times of the clock, pairs of begin and end, between which the store answers nobody.
