@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.mailbox.faults import compared_anchors
@@ -16,12 +18,13 @@ from gossip_modules.mailbox.folder import PARTS
 from gossip_modules.mailbox.medium import Medium, open_medium
 
 _PAUSE = 0.7  # the longest time between two kills, in seconds
+_WRITE_SECONDS = 30.0  # in which a worker writes a file
 _TWO_HOURS = 7200.0
 _MAX_BYTES = 1 << 30
 
 
 def measure(training: WireTraining, *, kills: int, seed: int) -> dict[str, Any]:
-    """One row; messages have nine megabytes, so that many workers are killed while they write one."""
+    """One row; messages have nine megabytes, and a worker is killed while it has an unfinished file open."""
     training = replace(training, address="", layers=(64, 32768, 8), learning_rate=1e-4, step_ms=10.0, sync_every=4)
     draw, counts = random.Random(seed), Counter[str]()
     with WireRun(training) as job:
@@ -33,8 +36,7 @@ def measure(training: WireTraining, *, kills: int, seed: int) -> dict[str, Any]:
             while time.time() < end:
                 job.turn()
                 _read(reader, counts)
-            victim = draw.choice(sorted(job.backend.running - {0}))
-            job.backend.kill(victim)
+            job.backend.kill(_writer(job))
             (new,) = job.start()
             job.until_step([new], job.last_step(new) + 1)
         job.end_at(0)
@@ -62,6 +64,18 @@ def measure(training: WireTraining, *, kills: int, seed: int) -> dict[str, Any]:
             "anchors_compared": num_anchors,
             "anchors_that_differ": num_different,
         }
+
+
+def _writer(job: WireRun) -> int:
+    """The rank of a worker that has an unfinished file open, but not the first one."""
+    parts, deadline = str(job.folder / "run" / PARTS), time.time() + _WRITE_SECONDS
+    while time.time() < deadline:
+        for rank in sorted(job.backend.running - {0}):
+            with contextlib.suppress(OSError):  # it has closed a file meanwhile
+                files = Path(f"/proc/{job.backend.pid(rank)}/fd")
+                if any(os.readlink(file).startswith(parts) for file in files.iterdir()):
+                    return rank
+    raise RuntimeError(f"got no worker that writes in {_WRITE_SECONDS:g} s, expected one message in a round")
 
 
 def _read(reader: Medium, counts: Counter[str]) -> None:

@@ -69,6 +69,10 @@ class WireBackend(ProcessBackend):
         place = rank % len(self.network.hosts)
         return NamespaceHost(self.network.address(place), self.network.hosts[place])
 
+    def pid(self, rank: int) -> int | None:
+        """The process id of a worker."""
+        return self._processes[rank].pid
+
     def start_store(self) -> None:
         """See `Backend`."""
         host = self._host(None)

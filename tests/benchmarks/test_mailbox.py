@@ -168,6 +168,7 @@ def test_workers_in_a_folder_are_killed_while_they_write(tmp_path: Path, monkeyp
     names = ("survivors_that_failed", "hung", "objects_refused", "unfinished_after_two_hours", "anchors_that_differ")
     assert {name: row[name] for name in names} == dict.fromkeys(names, "0")
     assert int(row["objects_read"]) > 0
+    assert int(row["unfinished_files"]) > 0
 
 
 @pytest.mark.soak
