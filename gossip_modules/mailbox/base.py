@@ -174,6 +174,11 @@ class Medium(ABC):
                 "the first one; update it to a version with conditional writes (If-None-Match), or use another store"
             )
 
+    @property
+    def is_away(self) -> bool:
+        """Whether two tries in a row have failed, and no request was answered since; see [Note: retries]."""
+        return self._failing_since is not None
+
     def close(self) -> None:
         """Let calls under way end after their present try. Idempotent."""
         self._is_closed = True

@@ -532,11 +532,12 @@ class MailRounds(Rounds):
     def begin(self, x: FlatVector, k: int = 0) -> bool:
         """See `Rounds`; also ends the rounds in flight whose outcome is there.
 
-        All waits of a step together end `grace` seconds and two looks at the medium after its begin.
+        All waits of a step together end `grace` seconds and two looks at the medium after its begin. While the medium
+        is away there is nothing to wait for.
         """
         settings = self.job.settings
         self._began, self._waited = self.job.clock.now(), 0.0
-        self._until = self._began + settings.grace + 2 * settings.poll
+        self._until = self._began + (0.0 if self.job.medium.is_away else settings.grace + 2 * settings.poll)
         has_changed = super().begin(x, k)
         delay = 0 if self._times is None else self._times.delay
         assert isinstance(delay, int), "a mailbox takes no delay='auto'"

@@ -77,11 +77,12 @@ def test_a_death_right_before_a_round_costs_the_grace_once() -> None:
 def test_training_goes_on_while_the_medium_is_away(begin: float, delay: int) -> None:
     speeds, outage = [1.0, 2.0, 3.0, 3.5], [(begin, begin + 60.0)]
     with VirtualRun(DiLoCo(sync_every=5, delay=delay), speeds, quorum=2, grace=GRACE, poll=POLL, outage=outage) as run:
-        run.clock.run(until=begin + 60.0)
-        steps = [worker.num_steps for worker in run.workers]
+        run.clock.run(until=begin + 15.0)  # each worker has waited once
+        before, _ = [worker.num_steps for worker in run.workers], run.clock.run(until=begin + 60.0)
+        steps = [worker.num_steps - own for worker, own in zip(run.workers, before, strict=True)]
         run.clock.run(until=begin + 120.0)
         assert POLL < run.longest_wait <= GRACE + 2 * POLL + 1e-9
-        assert all(own > 10 for own in steps)
+        assert all(own >= int(45.0 * speed) - 1 for own, speed in zip(steps, speeds, strict=True))
         for worker in run.workers:
             stats = worker.model.comm_stats()
             assert stats["longest_wait"] == pytest.approx(max(worker.waits))
