@@ -126,6 +126,7 @@ class MailMembership(Membership):
         self._num_joins = self._num_deaths = self._generation = 0
         self._world: MailWorld | None = None
         self._untaken: Mapping[str, Any] = {}
+        self._has_rejoined = False  # in the present step, whose number is that of the newest model then
         self._closed, self._is_leaving = threading.Event(), threading.Event()
         self._uploads: list[BackgroundCall[None]] = []
 
@@ -247,9 +248,9 @@ class MailMembership(Membership):
                     f"{self.name}: got close() of the wrapper or the membership in step {step}, expected it after the "
                     "loop over steps(); to end early, break out of the loop, or call leave()"
                 )
-            if world.step == step:
+            if world.step == step and not self._has_rejoined:
                 raise RuntimeError(f"got no training forward in step {step}, expected one")
-            step = world.step
+            step, self._has_rejoined = world.step, False
 
     def turn(self, step: int) -> int:
         """See `Membership`.
@@ -368,6 +369,7 @@ class MailMembership(Membership):
         """Go on from the newest model, as this worker has missed more rounds than the store keeps."""
         assert self._world is not None, "a round runs in a wrapper"
         log.warning("worker %d: too many rounds were missed; going on from the newest model of the run", self.number)
+        self._has_rejoined = True
         self._take_model(self._world)
         self._take_tracked()
 
