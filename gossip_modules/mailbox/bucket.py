@@ -72,7 +72,8 @@ class BucketMedium(Medium):
                 "connect_timeout": timedelta(seconds=min(_CONNECT, patience)),
                 "allow_http": any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS),
             }
-            retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=patience)}  # see [Note: retries]
+            # The tries are those of [Note: retries] of `Medium`.
+            retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=patience)}
             try:
                 return from_url(self.address, client_options=client, retry_config=retries)
             except obstore.exceptions.BaseError as error:

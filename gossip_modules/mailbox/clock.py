@@ -28,5 +28,5 @@ class Clock:
         time.sleep(seconds)
 
     def start(self, target: Callable[[], object], name: str) -> Joinable:
-        """Start a daemon thread that calls `target`; see [Note: threads at exit]."""
+        """Start a daemon thread that calls `target`; see [Note: threads at exit] of `start`."""
         return start(target, name=name)

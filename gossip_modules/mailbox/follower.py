@@ -66,7 +66,15 @@ class FollowedModel(NamedTuple):
 
 
 class Follower(Iterator[FollowedModel]):
-    """The saved models of a run; see `follow`."""
+    """The saved models of a run; see `follow`.
+
+    Args:
+        address: see `follow`.
+        key: see `follow`.
+        poll: see `follow`.
+        timeout: see `follow`.
+        clock: see `follow`.
+    """
 
     def __init__(
         self, address: str, *, key: str | bytes | None, poll: float, timeout: timedelta | float, clock: Clock

@@ -195,7 +195,11 @@ class MailMembership(Membership):
         return {**own, **{f"store_{name}": float(value) for name, value in vars(counts).items()}}
 
     def note_members(self, found: Collection[int]) -> None:
-        """The workers of a close, or the live workers of an exchange by mail, take the place of the ones before."""
+        """The workers of a close, or the live workers of an exchange by mail, take the place of the ones before.
+
+        Args:
+            found: their numbers.
+        """
         members = tuple(sorted({*found, self.number}))
         if members == self._members:
             return
@@ -374,7 +378,11 @@ class MailMembership(Membership):
         self._take_tracked()
 
     def save(self, number: int) -> None:
-        """Write the model after a round to the run, in a thread, unless the run has it already or a newer one."""
+        """Write the model after a round to the run, in a thread, unless the run has it already or a newer one.
+
+        Args:
+            number: the number of rounds before it.
+        """
         assert self._world is not None, "a round runs in a wrapper"
         saved = self._world.give(number)
         try:

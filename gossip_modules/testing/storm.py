@@ -17,7 +17,7 @@ T = TypeVar("T")
 class StormyMedium(Medium):
     """A store of objects whose tries are late, fail, lose their answers, or see an old state.
 
-    The faults are below the retries of `Medium`: see [Note: retries]. Each is drawn by one seeded generator.
+    The faults are below the retries: see [Note: retries] of `Medium`. Each is drawn by one seeded generator.
 
     Args:
         inner: the store; its address, clock, timeout and seal are those of this one.
