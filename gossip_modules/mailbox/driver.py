@@ -133,10 +133,12 @@ class MailDriver(Driver):
             ValueError: other tensors are trained than at the start of the run.
         """
         check_layout(self.algorithm, self._layout or x.layout, x.layout)
-        self._layout, has_joined = x.layout, self._has_joined
+        settings, is_first, has_joined = self.job.settings, self._layout is None, self._has_joined
+        self._layout = x.layout
         has_changed = super().begin(x, k, is_due=is_due)
         if has_joined and self.algorithm.has_equal_memory:
-            self.start_at_anchor(x, k)
+            seconds = 2 * settings.timeout if is_first else settings.grace  # a worker in training goes on with it
+            self.start_at_anchor(x, k, until=self.job.clock.now() + seconds)
             has_changed = True
         return has_changed
 
@@ -444,10 +446,9 @@ class MailDriver(Driver):
         Vector.of(x).add_(self._late(self.memory))
         return before
 
-    def start_at_anchor(self, x: FlatVector, k: int) -> None:
-        """x <- the newest anchor, after the missed rounds; for a worker that has just joined."""
+    def start_at_anchor(self, x: FlatVector, k: int, *, until: float) -> None:
+        """x <- the newest anchor, after the missed rounds that are there in time; for a worker that has just joined."""
         self.memory.fit(Vector.of(x))
-        until = self.job.clock.now() + 2 * self.job.settings.timeout
         with suppress(RoundGone):  # `post` meets it too, and takes a newer model when the run has one
             self.catch_up(x, k, "average", until=until)
         self.memory.forget(_LATE)
@@ -541,18 +542,17 @@ class MailRounds(Rounds):
         has_changed = super().begin(x, k)
         delay = 0 if self._times is None else self._times.delay
         assert isinstance(delay, int), "a mailbox takes no delay='auto'"
-        for p, driver in enumerate(self.drivers):
-            if (begun := driver.begun_at) is None or k < begun + delay:
-                continue
-            if driver.is_ready or (delay and k == begun + delay and driver.wait(self._until)):
-                self._land_one(p, x)
-                has_changed = True
-        if self.algorithm.has_equal_memory:
-            with self._rejoining():
-                for p, driver in enumerate(self.drivers):
-                    if driver.is_behind:
-                        with self._part(p, x) as part:
-                            driver.read_ahead(part)
+        with self._rejoining():
+            for p, driver in enumerate(self.drivers):
+                if (begun := driver.begun_at) is None or k < begun + delay:
+                    continue
+                if driver.is_ready or (delay and k == begun + delay and driver.wait(self._until)):
+                    has_changed = True
+                    self._land_one(p, x)
+            for p, driver in enumerate(self.drivers if self.algorithm.has_equal_memory else ()):
+                if driver.is_behind:
+                    with self._part(p, x) as part:
+                        driver.read_ahead(part)
         self._note_wait()
         return has_changed
 

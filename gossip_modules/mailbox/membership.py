@@ -343,11 +343,13 @@ class MailMembership(Membership):
             clock.sleep(self.mail.settings.poll / 16)
         if self.models.newest() is None:
             self.models.create(0, self.models.pack(world.give(0)))
-        if not self._take_model(world):
-            raise MailboxError(
-                f"{self.name}: no saved model of the run opens, expected one that is not damaged; begin a new run at "
-                "another address"
-            )
+        while not self._take_model(world):  # some stores show an object in lists before it can be read
+            if clock.now() - start > self.mail.settings.grace:
+                raise MailboxError(
+                    f"{self.name}: no saved model of the run opens, expected one that is not damaged; begin a new run "
+                    "at another address"
+                )
+            clock.sleep(self.mail.settings.poll)
 
     def _take_model(self, world: MailWorld) -> bool:
         """Go on from the newest model of the run that opens; False: the run has none."""

@@ -253,11 +253,19 @@ class Stream:
             return Outcome(close, messages=self._messages(close, workers, known or {}))
         return Outcome(close, mean=self._mean(close, known or {}))
 
+    def _await_message(self, number: int, worker: int) -> Sent | None:
+        """The message of a worker that another one has read; None: it has not been readable for a while."""
+        job = self.job
+        end = job.clock.now() + job.settings.grace / 2
+        while (sent := self._message(number, worker)) is None and job.clock.now() < end:
+            job.pause(job.settings.poll / 4)
+        return sent
+
     def _messages(self, close: Close, workers: Collection[int], known: Mapping[int, Sent]) -> dict[int, Sent]:
         found = {}
         for worker, digest in zip(close.members, close.digests, strict=True):
             if worker in workers:
-                sent = known.get(worker) or self._message(close.number, worker)
+                sent = known.get(worker) or self._await_message(close.number, worker)
                 if sent is None or sent.digest != digest:
                     raise RoundGone(
                         f"{self.job.medium.address}: the message of worker {worker} in round {close.number} is gone or "
