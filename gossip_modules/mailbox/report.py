@@ -49,7 +49,7 @@ class StreamReport:
         newest: the number of the newest closed round.
         counted: the workers that count in it.
         late: the workers that have not left and do not count in it.
-        seconds: from one close to the next, on average over the last 50; NaN: the store keeps no times.
+        seconds: from one close to the next, on average over the last 50; NaN: the store keeps no times, or coarse ones.
         costs: the law of the costs of a round.
     """
 
@@ -163,5 +163,5 @@ def _streams(
             num_read=None if "mean" in parts else len(counted) - 1,
         )
         late = tuple(sorted(set(present) - set(counted)))
-        seconds = (last - first) / (newest - closed[0]) if newest > closed[0] else math.nan
+        seconds = (last - first) / (newest - closed[0]) if last > first else math.nan  # S3 has whole seconds
         yield StreamReport(name, newest, counted, late, seconds, costs)

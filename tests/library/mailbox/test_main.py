@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gossip_modules.mailbox import follow
 from gossip_modules.mailbox.__main__ import as_json, as_text, main
 from gossip_modules.mailbox.costs import PRICES, UNKNOWN
 from gossip_modules.mailbox.job import MailJob, Settings
@@ -211,3 +212,19 @@ def test_nothing_is_written_by_a_report(tmp_path: Path, monkeypatch: pytest.Monk
     assert main([f"file://{tmp_path}/run"]) == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "round").rglob("*")} == before
     assert list((tmp_path / "run" / ".parts").iterdir()) == []
+
+
+def test_each_kind_of_store_is_read_followed_and_cleaned(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "key")
+    train(address, 2 * H, parabolas=[0])
+    assert [model.round for model in follow(address, poll=0.1)] == [2]
+    assert main([address]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{address}: 0 live, 0 silent, 1 left")
+    assert ("nan: the prices of this store" in said) == address.startswith(
+        ("s3", "store")
+    )  # another provider; no times
+    assert main([address, "--clean", "--yes"]) == 0
+    assert objects_of(address) == []

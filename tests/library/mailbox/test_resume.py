@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from gossip_modules.mailbox.clock import Clock
+from gossip_modules.mailbox.errors import MailboxError
 from gossip_modules.mailbox.job import read_run
 from gossip_modules.mailbox.medium import open_medium
+from gossip_modules.mailbox.memory import MemoryMedium
 from gossip_modules.mailbox.rounds import Close
 from gossip_modules.mailbox.saved_models import SavedModels
-from gossip_modules.mailbox.sealed import unpack
+from gossip_modules.mailbox.sealed import Seal, unpack
 from gossip_modules.membership.background_log import log
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START
 from tests.library.mailbox.runs import OUTER, H, Worker, train
@@ -55,6 +58,18 @@ def models_of(address: str) -> SavedModels:
     medium = open_medium(address, timeout=5.0, key=b"key")
     read_run(medium)
     return SavedModels(medium)
+
+
+class ModelsAreRefused(MemoryMedium):
+    """A medium with room for the first model only."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, timeout=30.0, clock=Clock(), seal=Seal(b"key"))
+
+    def create(self, path: str, data: bytes, *, deadline: float | None = None) -> bool:
+        if path.startswith("model/") and int(path.split("/")[1]):
+            raise MailboxError(f"no room for {path}")
+        return super().create(path, data, deadline=deadline)
 
 
 def test_a_run_that_ended_goes_on_from_its_objects(address: str) -> None:
@@ -130,3 +145,23 @@ def test_the_first_drift_of_a_newcomer_has_no_steps_of_others(address: str, save
         first_round = (worker.first // H + 1) * H
         assert worker.x[worker.first] == pytest.approx(x[2], abs=1e-12)
         assert worker.x[first_round] == pytest.approx(x[3], abs=1e-12)
+
+
+def test_workers_that_end_together_leave_the_last_model_once(address: str) -> None:
+    before = train(address, 4 * H, save_every=1000)
+    models = models_of(address)
+    assert models.numbers() == [0, 4]
+    last = models.load()
+    assert last is not None
+    assert (last.is_average, last.step) == (True, 4 * H + 1)
+    assert last.model["x"].item() == before[0].x[4 * H]
+
+
+def test_a_model_that_is_not_saved_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    name = uuid.uuid4().hex
+    with caplog.at_level(logging.WARNING, logger=log.name):
+        (worker,) = train(lambda: ModelsAreRefused(name), 2 * H, parabolas=[0])
+        log.flush(5.0)
+    assert "worker 0: the model of round 2 is not saved: no room for model/0000000002" in caplog.text
+    assert SavedModels(worker.membership.medium).numbers() == [0]
+    assert f"worker/{0:06d}/left" in worker.membership.medium.list()
