@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,6 +179,20 @@ def test_the_mass_of_a_run_that_ends_is_in_its_last_model() -> None:
     assert saved is not None
     assert saved.model["x"].tolist() == last.module.x.tolist()
     assert not [path for path in memory.list("mail") if not path.endswith(".taken")]
+
+
+@both
+def test_a_checkpoint_has_the_estimate(wrap: Callable[..., Any]) -> None:
+    run = Run(wrap)
+    run.start([2.0] * 2, seconds=6.0)
+    run.clock.run(until=4.0)
+    model = run.members[0].model
+    state, twin = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
+    assert torch.equal(twin.module.x, model.module.x)
+    run.end()
+    assert not torch.equal(model.module.x, twin.module.x)
+    twin.load_state_dict(state)
+    assert torch.equal(twin.module.x, state["x" if "x" in state else "module.x"])
 
 
 def test_a_model_with_other_tensors_than_before_is_refused() -> None:
