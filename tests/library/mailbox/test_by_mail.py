@@ -192,7 +192,7 @@ def test_a_checkpoint_has_the_estimate(wrap: Callable[..., Any]) -> None:
     run.end()
     assert not torch.equal(model.module.x, twin.module.x)
     twin.load_state_dict(state)
-    assert torch.equal(twin.module.x, state["x" if "x" in state else "module.x"])
+    assert torch.equal(twin.module.x, state["module.x"])
 
 
 def test_a_model_with_other_tensors_than_before_is_refused() -> None:
