@@ -343,6 +343,7 @@ class MailMembership(Membership):
             clock.sleep(self.mail.settings.poll / 16)
         if self.models.newest() is None:
             self.models.create(0, self.models.pack(world.give(0)))
+        start = clock.now()
         while not self._take_model(world):  # some stores show an object in lists before it can be read
             if clock.now() - start > self.mail.settings.grace:
                 raise MailboxError(

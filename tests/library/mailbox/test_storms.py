@@ -62,7 +62,7 @@ class Storm:
         return StormyMedium(inner, self.draw.randrange(1 << 30), delay=TRY, outage=self.outage, **faults)
 
     def work(self, worker: MailWorker) -> Tensor:
-        point, generations = Point(), []
+        point, generations = Point(), list[int]()
         model = worker.wrap(point, algorithm=self.algorithm)
         i = worker.number % 4
 
