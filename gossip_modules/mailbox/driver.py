@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -106,6 +107,7 @@ class MailDriver(Driver):
         self._layout: FlatLayout | None = None
         self._outcome: Outcome | None = None
         self._unshifted: FlatVector | None = None
+        self._before: Mapping[str, Any] | None = None  # the memory before the round in flight
         self._reading: tuple[tuple[str, int], BackgroundCall[Missed]] | None = None  # of a kind, the round of a number
         self.is_behind = False
         self._num_missed = 0  # since the last message
@@ -164,6 +166,8 @@ class MailDriver(Driver):
         self.is_behind, self._num_missed = self._num_missed > 0, 0
         self._unshifted = self._shift(x)
         number = self.next.get(kind, 0)
+        # Some methods write their vectors before they mix, and a worker may learn later that its round has left it out.
+        self._before = None if self.algorithm.averages_exactly else copy.deepcopy(self.memory.state_dict())
         self.begin_round(Vector.of(x), number, k)
         opened = self.open_round
         if opened is None or opened.request is None:
@@ -272,6 +276,9 @@ class MailDriver(Driver):
         elif self._unshifted is not None:
             x.copy_(self._unshifted)
             self._unshifted = None
+        if not counts and self._before is not None:
+            self.memory.overwrite(self._before)
+        self._before = None
         if self.notes is not None:
             self.notes(kind, outcome.close, counts=counts)
 
@@ -397,8 +404,8 @@ class MailDriver(Driver):
 
     def _replay(self, x: FlatVector, k: int, outcome: Outcome) -> None:
         memory, algorithm, close = self.memory, self.algorithm, outcome.close
-        copy = Vector.of(x.clone())
-        v = self._vectors(copy, close.number)
+        model = Vector.of(x.clone())
+        v = self._vectors(model, close.number)
         kept = {
             name: [part.clone() for part in entry.vector.parts]
             for name, entry in memory.entries.items()
@@ -407,8 +414,8 @@ class MailDriver(Driver):
         numbers, own_buffers = dict(memory.numbers), self._buffers
         algorithm.recover(v, memory)
         v.sent = Vector.of(x.clone())  # so that the round also decides about late steps
-        before = [part.clone() for part in copy.parts]
-        self._buffers = [b.clone() for b in copy.buffers]
+        before = [part.clone() for part in model.parts]
+        self._buffers = [b.clone() for b in model.buffers]
         generator = algorithm.round(v, memory, k)
         request = next_request(generator, None)
         assert request is not None, "a round that averages has a request"
@@ -423,7 +430,7 @@ class MailDriver(Driver):
         algorithm.recover(v, memory)  # which drops the counts of tokens, and they belong to the late drift
         memory.numbers |= {name: numbers.get(name, 0) for name in COUNTED if name in memory.numbers}
         late = self._late(memory)
-        for change, after, part in zip(late.parts, copy.parts, before, strict=True):
+        for change, after, part in zip(late.parts, model.parts, before, strict=True):
             change.add_(after).sub_(part)
 
     def _drop_drift(self, x: FlatVector) -> None:

@@ -21,6 +21,7 @@ SCALES = torch.tensor([1.0, 0.2, 0.7, 1.3, 0.4, 0.9], dtype=torch.float64)
 CENTRES = torch.tensor([0.3, -1.0, 0.5, 2.0, -0.2, 1.1], dtype=torch.float64)
 TOKENS = (3, 1, 4, 2)
 SCHEDULES: Sequence[Mapping[int, Collection[int]]] = (
+    {},
     {2: [3]},
     {1: [0]},
     {2: [2], 3: [2]},
