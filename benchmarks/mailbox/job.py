@@ -122,11 +122,15 @@ def ledger(requests: Iterable[Mapping[str, Any]]) -> tuple[dict[int, float], flo
     workers = [each["path"].split("/") for each in done if each["path"].endswith("/claim")]
     weights = {int(number): 1.0 for _, number, _ in workers}
     lying: dict[str, float] = {}
+    taken: set[str] = set()
     for request in done:
-        path, _, is_taken = request["path"].partition(".taken")
-        if "weight" in request:
+        path, suffix, _ = request["path"].partition(".taken")
+        sender = int(path.split("/")[2]) if path.startswith("mail/") else -1
+        if suffix:
+            # Without a share there, its sender has taken it back before a write of it was carried out.
+            weights[request["by"]] += lying.pop(path) if path in lying or request["by"] != sender else 0.0
+            taken.add(path)
+        elif "weight" in request and path not in taken:
             lying[path] = request["weight"]
-            weights[int(path.split("/")[2])] -= request["weight"]
-        elif is_taken or request["path"].endswith(".taken"):
-            weights[request["by"]] += lying.pop(path)
+            weights[sender] -= request["weight"]
     return weights, sum(lying.values())

@@ -35,8 +35,12 @@ def test_the_ledger_follows_every_share_to_one_end() -> None:
         put("mail/000002/000000/0000000000", weight=0.25),
         put("mail/000002/000000/0000000000.taken", by=0),  # taken back
         put("mail/000002/000001/0000000000", weight=0.75),
+        put("mail/000002/000001/0000000001.taken", by=1),  # taken back before it was written
+        put("mail/000002/000001/0000000001", weight=0.125),
     ]
     assert ledger(log) == ({0: 0.5, 1: 0.75, 2: 1.0}, 0.75)
+    with pytest.raises(KeyError, match="mail/000001/000000/0000000000"):
+        ledger([*log, put("mail/000001/000000/0000000000.taken", by=1)])  # taken twice
     results = {7: {"number": 0, "weight": 0.5}, 8: {"number": 1, "weight": 0.75}}
     assert faults.weight_error(log, results) == 0.0
     assert faults.weight_error(log, {7: {"number": 0, "weight": 0.25}}) == 0.25
