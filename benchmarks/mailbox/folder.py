@@ -15,7 +15,8 @@ from benchmarks.mailbox.faults import compared_anchors
 from benchmarks.mailbox.job import WireRun
 from benchmarks.mailbox.training import KEY, WireTraining
 from gossip_modules.mailbox.folder import PARTS
-from gossip_modules.mailbox.medium import Medium, open_medium
+from gossip_modules.mailbox.follower import open_run
+from gossip_modules.mailbox.medium import Medium
 
 _PAUSE = 0.7  # the longest time between two kills, in seconds
 _WRITE_SECONDS = 30.0  # in which a worker writes a file
@@ -30,7 +31,7 @@ def measure(training: WireTraining, *, kills: int, seed: int) -> dict[str, Any]:
     with WireRun(training) as job:
         ranks = job.start(training.num_workers)
         job.until_step(ranks, 2 * training.sync_every)
-        reader = open_medium(f"file://{job.folder}/run", timeout=30.0, key=KEY.encode())
+        reader = open_run(f"file://{job.folder}/run", timeout=30.0, key=KEY)
         for _ in range(kills):
             end = time.time() + draw.uniform(0, _PAUSE)
             while time.time() < end:
@@ -47,7 +48,7 @@ def measure(training: WireTraining, *, kills: int, seed: int) -> dict[str, Any]:
         for path in left:
             before = time.time() - _TWO_HOURS
             os.utime(path, (before, before))
-        open_medium(f"file://{job.folder}/run", timeout=30.0, key=KEY.encode()).close()
+        open_run(f"file://{job.folder}/run", timeout=30.0, key=KEY).close()
         num_anchors, num_different = compared_anchors({rank: job.lines(rank) for rank in range(job.num_started)})
         return {
             "method": training.method,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.mailbox.job import WireRun
-from benchmarks.mailbox.network import StoreNetwork
+from benchmarks.mailbox.network import STORE_ADDRESS, StoreNetwork
 from benchmarks.mailbox.training import WireTraining
 
 _WRITES = ("message", "close", "mean", "model", "beat", "taken", "other")
@@ -28,7 +28,7 @@ def measure(training: WireTraining, *, num_rounds: int) -> dict[str, Any]:
         job.until(lambda: not job.backend.running, 120.0)
         if job.backend.errors or job.backend.running:
             raise RuntimeError(f"got errors {job.backend.errors} and hung {job.backend.running} in a calm run")
-        requests = [request for request in job.requests() if request["from"].startswith("10.79.")]
+        requests = [request for request in job.requests() if request["from"] != STORE_ADDRESS]
         results = list(job.backend.results.values())
     window = [request for request in requests if start <= request["at"] < end]
     written = Counter(kind_of(request["path"]) for request in _puts(window))
