@@ -23,6 +23,7 @@ from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.finished import FINISHED
 from benchmarks.pages.gap import GAP
 from benchmarks.pages.hosts import HOSTS
+from benchmarks.pages.mailbox import MAILBOX
 from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.records import RECORDS
@@ -44,6 +45,7 @@ PAGES: Mapping[str, Page] = {
     **RECORDS,
     **HOSTS,
     **MEMBERSHIP,
+    **MAILBOX,
     **ALGORITHMS,
 }
 """By the name of the file, in the order of the index."""
