@@ -44,7 +44,7 @@ class MailMembership(Membership):
 
     Where machines have unequal speeds, give each its own `sync_every`, in proportion to its speed, and
     `weighted_by="num_steps"`: then all write at about the same times. Otherwise the drifts of slow workers are old, and
-    a large outer momentum diverges.
+    a large outer momentum does harm.
 
     Workers take steps at their own pace, so `steps` counts the steps of this worker, and `turn` is refused. Draw
     batches at random, with a seed of each worker's `number`.
