@@ -9,6 +9,7 @@ import pandas as pd
 
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import IN_PART, NO, YES, Headline, by_limit, rows_of
+from benchmarks.pages.mail_goodput import MAIL_GOODPUT
 from benchmarks.pages.markdown import grid, table
 from benchmarks.pages.study_tables import has, study_page, together
 from benchmarks.studies.utilisation import PERIODS, methods
@@ -428,6 +429,7 @@ A failed worker is back after the time in which a job resumed. Workers have 8 GP
 unexpected interruptions in 54 days with 16,384 GPUs.""",
         also=("elastic_scale.csv", "elastic.csv", "restart.csv", "chaos.csv"),
         measures=("gossip_modules/membership",),
+        parts=(MAIL_GOODPUT,),
     ),
     **study_page(
         "consensus_codes",
