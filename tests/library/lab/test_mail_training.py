@@ -63,8 +63,8 @@ def test_fast_workers_take_more_steps() -> None:
 def test_the_steps_of_slow_workers_count_though_rounds_are_faster_than_their_periods() -> None:
     world = Mailbox(quorum=2, grace=0.1, poll=0.1, interval=5.0)
     training = make(DiLoCo(sync_every=10), speeds=(1.0, 4.0, 4.0, 4.0), network="1 Gbit/s, 20 ms", world=world)
-    train(training, 400)
-    assert len(training.ledger.closes) > 25  # at least two in each period of the slow worker
+    train(training, 240)
+    assert len(training.ledger.closes) > 14  # at least two in each period of the slow worker
     for worker in training.workers:
         assert training.ledger.counted[worker.number] >= worker.num_steps - 25
 
