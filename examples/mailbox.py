@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from gossip_modules import DiLoCo, GossipDataParallel, Membership
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 num_steps = int(os.environ.get("STEPS", "3000"))
 teacher = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))  # what is to be learnt
 
