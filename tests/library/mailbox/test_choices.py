@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossip_modules import GASLoC, GossipDataParallel, NoLoCo, RingGraph
 from gossip_modules.algorithms.d_psgd import DPSGD
-from gossip_modules.extend import Algorithm, Memory, Mix, RoundLost, Vectors
+from gossip_modules.extend import Algorithm, Memory, Mix, Vectors
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import BaseGraph, DynamicDirectedExponentialGraph
 from gossip_modules.mailbox.choices import MailChoices
@@ -52,15 +52,15 @@ class Valley(nn.Module):
 def by_hand(algorithm: Algorithm, choices: Choices, late: Mapping[int, Collection[int]]) -> Tensor:
     """The models of all workers, [n, 2], by rounds of the algorithm with dense weights over each close.
 
-    Plain gossip has its first round before the first step, where all models are equal.
+    A late worker keeps its model and its memory. Plain gossip has its first round before the first step, where all
+    models are equal.
     """
     x = [START.clone() for _ in range(N)]
     memories, vectors = [Memory() for _ in x], [Vector.of(FlatVector.over(each)) for each in x]
 
     def described(worker: int, t: int, members: Sequence[int]) -> Vectors:
         memories[worker].fit(vectors[worker])
-        rank = members.index(worker) if worker in members else 0
-        return Vectors(vectors[worker], Mail(), t=t, rank=rank, num_ranks=len(members))
+        return Vectors(vectors[worker], Mail(), t=t, rank=members.index(worker), num_ranks=len(members))
 
     for worker in range(N):
         algorithm.begin(described(worker, 0, range(N)), memories[worker])
@@ -70,22 +70,20 @@ def by_hand(algorithm: Algorithm, choices: Choices, late: Mapping[int, Collectio
             for each, minimum in zip(x, MINIMA, strict=True):
                 each.sub_(LEARNING_RATE * (each - minimum))
         members = [worker for worker in range(N) if worker not in late.get(t + 1, ())]
-        rounds = {i: algorithm.round(described(i, t, members), memories[i], (t + 1) * H) for i in range(N)}
+        rounds = {i: algorithm.round(described(i, t, members), memories[i], (t + 1) * H) for i in members}
         requests: dict[int, Any] = {i: next(own) for i, own in rounds.items()}
         assert all(isinstance(request, Mix) for request in requests.values())
         sent = torch.stack([requests[i].x.parts[0].clone() for i in members])
         mixing = choices.for_any_size()(len(members))
         for i, own in rounds.items():
-            if i in members:
-                row = mixing.weights(members.index(i), t)
-                weights = torch.zeros(len(members), dtype=torch.float64)
-                for rank, weight in {members.index(i): row.own, **row.inp}.items():
-                    weights[rank] = weight
-                requests[i].x.parts[0].copy_(weights @ sent)
-            with contextlib.suppress(StopIteration, RoundLost):
-                own.send(None) if i in members else own.throw(RoundLost())
-            if i in members:
-                memories[i].end_round()
+            row = mixing.weights(members.index(i), t)
+            weights = torch.zeros(len(members), dtype=torch.float64)
+            for rank, weight in {members.index(i): row.own, **row.inp}.items():
+                weights[rank] = weight
+            requests[i].x.parts[0].copy_(weights @ sent)
+            with contextlib.suppress(StopIteration):
+                own.send(None)
+            memories[i].end_round()
     return torch.stack(x)
 
 

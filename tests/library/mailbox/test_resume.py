@@ -120,7 +120,7 @@ def test_a_run_without_any_model_that_opens_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "run" / "model").iterdir():
         path.write_bytes(b"?")
     with pytest.raises(OSError, match=r"no saved model of the run opens, expected one"):
-        train(address, H, parabolas=[0])
+        train(address, H, parabolas=[0], grace=0.2)
 
 
 def test_workers_that_vanished_are_not_waited_for(address: str) -> None:
