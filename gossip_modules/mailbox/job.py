@@ -154,7 +154,9 @@ class MailJob:
 
         Raises:
             ValueError: the run has other settings; names both sides.
+            MailboxError: this worker may not write there, or the store lets a second writer replace an object.
         """
+        self.medium.check()
         own = {"format": str(FORMAT), **description}
         nonce = secrets.token_hex(16)  # two first workers differ, so that one of them is told
         is_first = self.medium.create(JOB, pack({"description": own, "run": nonce}))
