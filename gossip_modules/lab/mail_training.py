@@ -22,7 +22,7 @@ from ..mailbox.membership import MailMembership
 from ..mailbox.memory import MemoryMedium
 from ..mailbox.rounds import Close
 from ..mailbox.saved_models import SavedModels
-from ..mailbox.sealed import Seal, unpack
+from ..mailbox.sealed import Seal
 from ..methods.chosen import read_algorithm
 from ..wrappers.gossip import GossipDataParallel
 from .clock import TCP_SHARE, LinkSpec
@@ -32,7 +32,6 @@ from .tasks import LabTask, seed_of
 from .virtual_clock import VirtualClock, VirtualThread
 
 _runs = itertools.count()
-_MAX_CLOSE = 1 << 20  # bytes
 _OUTER_STREAM = "round/0-average/"
 
 
@@ -84,7 +83,7 @@ class StepLedger:
     def note_close(self, path: str, content: bytes, now: float) -> None:
         """A round is closed."""
         folder = path.removesuffix("close")
-        close = Close.of(int(folder.split("/")[2]), unpack(content, max_bytes=_MAX_CLOSE)[0])
+        close = Close.read(int(folder.split("/")[2]), content)
         sent = dict(self._sent[f"{folder}{member:06d}"] for member in close.members)
         self.counted |= sent
         self.closes.append((now, tuple(sent), sum(self.counted.values())))

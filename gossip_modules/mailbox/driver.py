@@ -96,6 +96,7 @@ class MailDriver(Driver):
     """
 
     next: dict[str, int] = leaf({})
+    _chain: str = leaf("")  # the digest of the last close in this memory: see [Note: One chain] of `Stream`
     _sent_as: list[int] = leaf([], join="zero")  # this worker and the number of its round in flight
 
     def __init__(self, algorithm: Algorithm, plain: Mixer) -> None:
@@ -176,7 +177,7 @@ class MailDriver(Driver):
             )
         request = opened.request
         header = {"layout": digest_of([str(x.layout)]), "numbers": list(getattr(request, "numbers", ())), "step": k}
-        header["has_mean"] = isinstance(request, Average)
+        header |= {"has_mean": isinstance(request, Average), "previous": self._chain if self._replays(kind) else ""}
         send = stream.post(number, header, self._payload(request))
         wanted = self._wanted(request, number)
         self._sent_as = [self.job.number, number]
@@ -271,6 +272,7 @@ class MailDriver(Driver):
         self._sent_as = []
         if counts:
             self.next[kind] = outcome.close.number + 1
+            self._chain = outcome.close.digest
             self.memory.forget(_LATE)
             self._unshifted = None
         elif self._unshifted is not None:
@@ -369,11 +371,11 @@ class MailDriver(Driver):
         Returns:
             Whether the memory contains all closed rounds. If not, a later call goes on.
         """
-        stream, replays = self._stream(kind, x.layout), kind == "average" and self.algorithm.has_equal_memory
+        stream = self._stream(kind, x.layout)
         while True:
             number = self.next.get(kind, 0)
             if self._reading is None or self._reading[0] != (kind, number):
-                read = partial(stream.missed, number, has_outcome=replays)
+                read = partial(stream.missed, number, previous=self._chain if self._replays(kind) else None)
                 self._reading = (kind, number), BackgroundCall(self.job.clock, read, name="mailbox-missed")
             if not self._reading[1].wait(max(until - self.job.clock.now(), 0.0)):
                 return False
@@ -384,9 +386,14 @@ class MailDriver(Driver):
                 self._sent_as = []
                 return True
             self._replay(x, k, missed.outcome)
+            self._chain = missed.outcome.close.digest
             self._num_missed += 1
             if self._sent_as and self._sent_as[1] == number and self._sent_as[0] in missed.outcome.close.members:
                 self._drop_drift(x)  # a checkpoint was saved while this round was in flight
+
+    def _replays(self, kind: str) -> bool:
+        """Whether a worker that has missed rounds of this kind applies them, so that all have one anchor."""
+        return kind == "average" and self.algorithm.has_equal_memory
 
     def read_ahead(self, x: FlatVector) -> None:
         """Apply missed rounds as they end, without a wait, if this worker was behind at its last message.

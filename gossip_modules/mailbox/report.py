@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from .base import Listed
 from .costs import Money, Prices, Requests, RoundCosts
-from .job import MailJob, Settings, places_of
+from .job import MAX_HEADER, MailJob, Settings, places_of
 from .medium import Medium
-from .rounds import Close
+from .rounds import Stream
 
 _PERIODS = 1.5  # of signs of life, for which the second look is waited
 _LONGEST = 60.0  # seconds of this wait
@@ -148,10 +148,10 @@ def _streams(
     model_bytes = objects[f"model/{models[-1]:010d}"].num_bytes if models else 0
     for name, parts_of in sorted(rounds.items()):
         closed = sorted(number for number, parts in parts_of.items() if "close" in parts)[-_NUM_ROUNDS:]
-        if not closed or not (header := job.header(f"round/{name}/{closed[-1]:010d}/close")):
+        if not closed or (close := Stream(job, name, max_bytes=MAX_HEADER).close_of(closed[-1])) is None:
             continue
-        newest, counted = closed[-1], Close.of(closed[-1], header).members
-        steps.update(zip(counted, map(int, header.get("steps", ())), strict=False))
+        newest, counted = closed[-1], close.members
+        steps.update(zip(counted, close.steps, strict=False))
         parts = parts_of[newest]
         sizes = [entry.num_bytes for part, entry in parts.items() if part.isdigit()]
         first, last = parts_of[closed[0]]["close"].time, parts["close"].time

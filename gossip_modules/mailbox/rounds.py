@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import MailboxError, RoundGone
-from .job import MailJob
+from .job import MAX_HEADER, MailJob
 from .sealed import pack, unpack
 
 _LIST_EVERY = 2  # polls; see [Note: Looks] of `Stream`
@@ -31,6 +31,9 @@ class Close:
         digests: the SHA-256 of the message of each, hexadecimal.
         by: the number of the worker that decided.
         has_mean: whether that worker writes the mean of the messages.
+        previous: the digest of the close before; see [Note: One chain] of `Stream`.
+        digest: the digest of this close.
+        steps: the number of optimizer steps of each worker, for readers outside.
     """
 
     number: int
@@ -38,13 +41,19 @@ class Close:
     digests: tuple[str, ...]
     by: int
     has_mean: bool
+    previous: str
+    digest: str
+    steps: tuple[int, ...]
 
     @classmethod
-    def of(cls, number: int, header: Mapping[str, Any]) -> Close:
-        """Return the decision that a header has."""
+    def read(cls, number: int, data: bytes) -> Close:
+        """Return the decision that an object has."""
+        header, _ = unpack(data, max_bytes=MAX_HEADER)
         pairs = [(int(member), str(digest)) for member, digest in header["members"]]
         members, digests = zip(*sorted(pairs), strict=True)
-        return cls(number, members, digests, int(header["by"]), bool(header["has_mean"]))
+        digest, steps = hashlib.sha256(data).hexdigest(), tuple(map(int, header["steps"]))
+        by, has_mean, previous = int(header["by"]), bool(header["has_mean"]), str(header["previous"])
+        return cls(number, members, digests, by, has_mean, previous, digest, steps)
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,11 @@ class Stream:
     of the objects, computed in the order of the numbers of the workers, so all workers have the same bits. A message
     that is not in the close is late: see [Note: Late drifts] of `MailDriver`.
 
+    [Note: One chain] Where workers share an anchor, each message and each close has the digest of the close before. A
+    worker counts messages with the digest that it knows itself, and a close with another one is of another history:
+    the worker then goes on from the newest model. So a close that somebody deletes, and a late worker decides again,
+    takes that worker to another history and not the others.
+
     [Note: Looks] A look at a round that is open costs a request. At its first look a worker lists the messages, so the
     worker that writes last closes the round at once, after it has listed the workers. The others read the close until
     it is there, with pauses that grow from poll/16 to poll: a read costs a tenth of a list. They list the messages and
@@ -135,23 +149,38 @@ class Stream:
 
     def close_of(self, number: int) -> Close | None:
         """The close of a round; None: it is open."""
-        header = self.job.header(self.path(number, "close"))
-        if not header:
+        data = self.job.medium.get(self.path(number, "close"), max_bytes=MAX_HEADER)
+        if data is None:
             return None
         self.job.closed[self.name] = max(self.job.closed.get(self.name, 0), number)
-        return Close.of(number, header)
+        return Close.read(number, data)
 
-    def missed(self, number: int, *, has_outcome: bool) -> Missed:
-        """The outcome of a round, and the number of the next one; without outcomes, the number of the first open one.
+    def missed(self, number: int, *, previous: str | None) -> Missed:
+        """The outcome of a round, and the number of the next one.
 
-        Errors: see `outcome`.
+        Args:
+            number: the number of the round.
+            previous: the digest of the close before; None: without outcomes, up to the first open round.
+
+        Raises:
+            RoundGone: see `outcome` and `check_chain`.
         """
         close = self.close_of(number)
         if close is None:
             return Missed(None, number)
-        if not has_outcome:
+        if previous is None:
             return Missed(None, self.first_open())
+        self.check_chain(close, previous)
         return Missed(self.outcome(close, lambda close: None if close.has_mean else close.members), number + 1)
+
+    def check_chain(self, close: Close, previous: str) -> None:
+        """Raise RoundGone if a close follows another one than the close with this digest; see [Note: One chain]."""
+        if close.previous != previous:
+            raise RoundGone(
+                f"{self.job.medium.address}: round {close.number} of {self.name} goes on from another close than the "
+                "last one of this worker, expected one history: an object of the run was deleted or replaced; keep "
+                "others from writing to the run"
+            )
 
     def first_open(self) -> int:
         """The number of the first round after the last close that opens, by one list of all rounds."""
@@ -165,12 +194,16 @@ class Stream:
         The function may run in another thread, while training changes the tensors.
         """
         data = pack({**header, "by": self.job.number}, tensors)
-        return lambda wanted: self._run(number, data, str(header["layout"]), wanted)
+        return lambda wanted: self._run(number, data, wanted)
 
-    def _run(self, number: int, data: bytes, layout: str, wanted: Wanted) -> Outcome:
+    def _run(self, number: int, data: bytes, wanted: Wanted) -> Outcome:
         job, clock = self.job, self.job.clock
         start = clock.now()
-        job.medium.create(self.path(number, f"{job.number:06d}"), data)
+        if not job.medium.create(self.path(number, f"{job.number:06d}"), data):
+            raise RoundGone(
+                f"{job.medium.address}: another message of worker {job.number} is in round {number} of {self.name}, "
+                "expected one: an object of the run was deleted, or this worker has gone back to an earlier state"
+            )
         job.note_write()
         patience, pause = max(job.settings.poll / 4, clock.now() - start), job.settings.poll / 16
         watch = CloseRule(job.settings.quorum, job.settings.grace)
@@ -199,38 +232,37 @@ class Stream:
                 is_reader = len(turn) <= 2 or job.medium.create(self.path(number, "reader"), pack({"by": job.number}))
                 takes_over = clock.now() + (1 + order) * len(turn) * patience
             if may_close and (is_reader or clock.now() >= takes_over):
-                close = self._decide(number, written, own, layout, quorum=min(job.settings.quorum, len(live)))
+                close = self._decide(number, written, own, quorum=min(job.settings.quorum, len(live)))
                 if close is not None:
                     break
             job.beat(is_needed=False)
             job.pause(pause)
             pause = min(pause * _GROWTH, job.settings.poll)
+        self.check_chain(close, str(own[job.number].header["previous"]))
         job.heard(*close.members)
         job.last_round = clock.now() - start
         return self.outcome(close, wanted, known=own) if job.number in close.members else Outcome(close)
 
-    def _decide(
-        self, number: int, written: Iterable[int], known: dict[int, Sent], layout: str, *, quorum: int
-    ) -> Close | None:
+    def _decide(self, number: int, written: Iterable[int], known: dict[int, Sent], *, quorum: int) -> Close | None:
         """Close a round with the messages that are valid; None: they are too few.
 
         Args:
             number: the round.
             written: the workers that have written.
-            known: messages that this worker has; others are added.
-            layout: the layout of the tensors of the run.
+            known: messages that this worker has; others of its layout and its history are added.
             quorum: the least number of messages.
         """
+        job, own = self.job, known[self.job.number].header
         for worker in sorted(set(written) - known.keys()):
-            if (sent := self._message(number, worker)) is not None and sent.header.get("layout") == layout:
+            sent = self._message(number, worker)
+            if sent is not None and all(sent.header.get(name) == own[name] for name in ("layout", "previous")):
                 known[worker] = sent
-        job = self.job
         members = [[worker, known[worker].digest] for worker in sorted(known)]
         if len(members) < quorum:
             return None
-        has_mean = bool(known[job.number].header.get("has_mean"))
-        steps = [known[worker].header.get("step", 0) for worker in sorted(known)]  # for those who look at the run
-        header = {"members": members, "by": job.number, "has_mean": has_mean, "steps": steps}
+        steps = [known[worker].header.get("step", 0) for worker in sorted(known)]
+        header = {"members": members, "by": job.number, "steps": steps}
+        header |= {name: own[name] for name in ("has_mean", "previous")}
         job.medium.create(self.path(number, "close"), pack(header))
         return self.close_of(number)
 

@@ -49,11 +49,13 @@ class HeldMedium(Medium):
     def __init__(self, inner: Medium, late: Mapping[int, Collection[int]], held_for: float) -> None:
         super().__init__(inner.address, timeout=inner.timeout, clock=inner.clock, seal=inner.seal, seed=0)
         self.inner, self._late, self._held_for = inner, late, held_for
+        self._released: set[str] = set()  # each message is held back once
 
     def create(self, path: str, data: bytes, *, deadline: float | None = None) -> bool:
         """See `Medium`."""
         folder, _, leaf = path.rpartition("/")
-        if path.startswith("round/") and leaf.isdigit():
+        if path.startswith("round/") and leaf.isdigit() and path not in self._released:
+            self._released.add(path)
             number = int(folder.rpartition("/")[2])
             if int(leaf) in self._late.get(number + 1, ()):
                 while self.get(f"{folder}/close", max_bytes=1 << 20) is None:

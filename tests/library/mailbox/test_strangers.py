@@ -215,3 +215,29 @@ def test_the_command_that_lists_runs_meets_any_name() -> None:
     report = report_of(open_medium(f"memory://{run.name}", timeout=1.0, key=b"x"), wait=0.0, show=lambda text: None)
     assert report.models[-1] == 9999999999
     assert {worker.number for worker in report.workers} >= {0, 1}
+
+
+@pytest.mark.parametrize("num_late", [1, 2])
+def test_a_close_that_is_deleted_makes_no_second_history(num_late: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Worker 2 is late in the outer steps whose closes vanish once the others have read them."""
+    lost = [f"round/0-average/{number:010d}/{leaf}" for number in range(1, 1 + num_late) for leaf in ("close", "mean")]
+
+    def body(worker: MailWorker) -> tuple[Tensor, Tensor]:
+        point = Point()
+        model = worker.wrap(point, algorithm=DiLoCo(H))
+
+        def loss(step: int) -> Tensor:
+            worker.clock.sleep(1.0)
+            if worker.number == 0 and step == (1 + num_late) * H + 1:
+                worker.medium.delete(lost)
+            value: Tensor = model(worker.number)
+            return value
+
+        steps(worker, plain_sgd(model.parameters()), loss, H * (NUM_OUTER + 2))
+        return point.x.detach().clone(), worker.anchor()
+
+    run = MailRun({2 + i: [2] for i in range(num_late)}, quorum=2)
+    anchors = [anchor for _, anchor in run.train(N, body)]
+    assert torch.equal(anchors[0], anchors[1])
+    assert torch.equal(anchors[0], anchors[2])
+    assert "going on from the newest model" in caplog.text
