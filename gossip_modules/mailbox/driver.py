@@ -256,7 +256,7 @@ class MailDriver(Driver):
         except BaseException:
             self.close_round()
             raise
-        opened, counts = self.open_round, self.job.number in outcome.close.members
+        opened, counts = self.open_round, outcome.counts
         try:
             assert opened.request is not None, "the round has a request"
             kind = _KINDS[type(opened.request)]

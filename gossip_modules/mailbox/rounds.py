@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,11 +79,13 @@ class Outcome:
         close: the decision.
         mean: the mean of the messages and the numbers of their senders; None: it was not asked for.
         messages: the messages by worker, as many as were asked for.
+        counts: whether the close has the message of this worker.
     """
 
     close: Close
     mean: Sent | None = None
     messages: dict[int, Sent] = field(default_factory=dict)
+    counts: bool = False
 
 
 @dataclass
@@ -199,11 +201,7 @@ class Stream:
     def _run(self, number: int, data: bytes, wanted: Wanted) -> Outcome:
         job, clock = self.job, self.job.clock
         start = clock.now()
-        if not job.medium.create(self.path(number, f"{job.number:06d}"), data):
-            raise RoundGone(
-                f"{job.medium.address}: another message of worker {job.number} is in round {number} of {self.name}, "
-                "expected one: an object of the run was deleted, or this worker has gone back to an earlier state"
-            )
+        is_there = job.medium.create(self.path(number, f"{job.number:06d}"), data)
         job.note_write()
         patience, pause = max(job.settings.poll / 4, clock.now() - start), job.settings.poll / 16
         watch = CloseRule(job.settings.quorum, job.settings.grace)
@@ -224,7 +222,7 @@ class Stream:
             turn = sorted(written | {job.number})
             order = (turn.index(job.number) - number) % len(turn)
             position = 0 if is_last else order
-            may_close = watch.may_close(clock.now(), written, live, delay=position * patience)
+            may_close = is_there and watch.may_close(clock.now(), written, live, delay=position * patience)
             if may_close and is_first_look:
                 live = job.live()
                 may_close = watch.may_close(clock.now(), written, live, delay=0.0)
@@ -235,13 +233,21 @@ class Stream:
                 close = self._decide(number, written, own, quorum=min(job.settings.quorum, len(live)))
                 if close is not None:
                     break
+            if not is_there and clock.now() - start > 2 * job.settings.grace:
+                raise RoundGone(
+                    f"{job.medium.address}: another message of worker {job.number} is in round {number} of "
+                    f"{self.name}, which nobody closes, expected the one of now: an object of the run was deleted, or "
+                    "this worker has gone back to an earlier state"
+                )
             job.beat(is_needed=False)
             job.pause(pause)
             pause = min(pause * _GROWTH, job.settings.poll)
         self.check_chain(close, str(own[job.number].header["previous"]))
         job.heard(*close.members)
         job.last_round = clock.now() - start
-        return self.outcome(close, wanted, known=own) if job.number in close.members else Outcome(close)
+        if dict(zip(close.members, close.digests, strict=True)).get(job.number) != own[job.number].digest:
+            return Outcome(close)
+        return replace(self.outcome(close, wanted, known=own), counts=True)
 
     def _decide(self, number: int, written: Iterable[int], known: dict[int, Sent], *, quorum: int) -> Close | None:
         """Close a round with the messages that are valid; None: they are too few.

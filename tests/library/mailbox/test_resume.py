@@ -16,7 +16,7 @@ from gossip_modules.mailbox.medium import open_medium
 from gossip_modules.mailbox.memory import MemoryMedium
 from gossip_modules.mailbox.rounds import Close
 from gossip_modules.mailbox.saved_models import SavedModels
-from gossip_modules.mailbox.sealed import Seal, unpack
+from gossip_modules.mailbox.sealed import Seal
 from gossip_modules.membership.background_log import log
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START
 from tests.library.mailbox.runs import OUTER, H, Worker, train
@@ -130,7 +130,7 @@ def test_workers_that_vanished_are_not_waited_for(address: str) -> None:
     closes = [path for path in medium.list("round/0-average") if path.endswith("/close")]
     data = medium.get(max(closes), max_bytes=1 << 20)
     assert data is not None
-    close = Close.of(len(closes) - 1, unpack(data, max_bytes=1 << 20)[0])
+    close = Close.read(len(closes) - 1, data)
     assert close.number >= 2
     assert set(close.members) <= {worker.membership.number for worker in workers}
 

@@ -19,6 +19,9 @@ from tests.library.mailbox.clock import InstantClock
 
 SETTINGS = Settings(quorum=2, grace=30.0, poll=1.0, interval=10.0, timeout=600.0, audit=0.0, save_every=1)
 
+HEADER = {"has_mean": False, "previous": "", "step": 0}
+"""The facts of a message of the first round."""
+
 
 class Script(InstantClock):
     """A clock that calls functions at their times, in the sleeps of a worker."""
@@ -50,7 +53,7 @@ def jobs(name: str, count: int, clock: Script) -> list[MailJob]:
 def run(job: MailJob, value: float, number: int = 0) -> Outcome:
     """Take part in a round that averages."""
     stream = Stream(job, "0-average", max_bytes=1 << 20)
-    return stream.post(number, {"layout": "one number"}, [torch.tensor([value])])(lambda close: None)
+    return stream.post(number, {**HEADER, "layout": "one number"}, [torch.tensor([value])])(lambda close: None)
 
 
 def test_the_last_writer_closes_and_the_others_read() -> None:
@@ -98,7 +101,7 @@ def test_one_worker_reads_the_messages_if_all_write_at_the_same_time() -> None:
 
     def work(job: MailJob) -> None:
         stream = Stream(job, "0-average", max_bytes=1 << 20)
-        stream.post(0, {"layout": "numbers", "has_mean": True}, [torch.ones(size)])(lambda close: None)
+        stream.post(0, {**HEADER, "layout": "numbers", "has_mean": True}, [torch.ones(size)])(lambda close: None)
 
     threads = [threading.Thread(target=work, args=(job,)) for job in made]
     for thread in threads:
@@ -115,7 +118,7 @@ def test_another_worker_reads_if_the_reader_has_died() -> None:
     clock = Script()
     workers = jobs("dead-reader", 3, clock)
     for job in workers[1:]:
-        data = pack({"layout": "one number", "by": job.number}, [torch.tensor([3.0])])
+        data = pack({**HEADER, "layout": "one number", "by": job.number}, [torch.tensor([3.0])])
         assert job.medium.create(f"round/0-average/{0:010d}/{job.number:06d}", data)
     assert workers[2].medium.create(f"round/0-average/{0:010d}/reader", pack({"by": 2}))
     outcome = run(workers[0], 0.0)
@@ -129,7 +132,7 @@ def test_another_worker_closes_if_the_last_writer_has_died() -> None:
     stream = Stream(last, "0-average", max_bytes=1 << 20)
 
     def write_and_die() -> None:
-        send = stream.post(0, {"layout": "one number"}, [torch.tensor([3.0])])
+        send = stream.post(0, {**HEADER, "layout": "one number"}, [torch.tensor([3.0])])
         last.stop()  # so that it ends at its first pause
         last.live = lambda **options: {7}  # type: ignore[method-assign]  # it does not close
         try:

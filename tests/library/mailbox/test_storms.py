@@ -16,7 +16,6 @@ from gossip_modules.extend import Algorithm
 from gossip_modules.mailbox.clock import Clock
 from gossip_modules.mailbox.medium import Medium
 from gossip_modules.mailbox.rounds import Close
-from gossip_modules.mailbox.sealed import unpack
 from gossip_modules.testing.storm import StormyMedium
 from tests.harness.mailbox import MailRun, MailWorker, in_memory, steps
 from tests.harness.quadratics import Point, plain_sgd
@@ -116,7 +115,7 @@ def test_the_laws_hold_in_a_storm(name: str, seed: int) -> None:
     closes = [path for path in objects if path.endswith("/close")]
     assert closes
     for path in closes:
-        close = Close.of(int(path.split("/")[2]), unpack(objects[path], max_bytes=1 << 20)[0])
+        close = Close.read(int(path.split("/")[2]), objects[path])
         assert list(close.members) == sorted(set(close.members))
         assert close.by in close.members
 
