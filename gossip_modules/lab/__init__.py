@@ -10,9 +10,9 @@ method suits a cluster; from the command line: `python -m gossip_modules.lab`.
 """
 
 from .clock import Compute, LinkSpec, Network
-from .comparison import LabJoin as Join
-from .comparison import LabKill as Kill
 from .comparison import Result, compare
+from .events import LabJoin as Join
+from .events import LabKill as Kill
 from .mail_training import Mailbox
 from .plan import LabPlan, Setting
 from .planner import Advice, Prediction, advise, best, simulate, tune

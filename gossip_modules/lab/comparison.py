@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..rounds.stacked import Stacked
 from ..schedule import Action
 from ..state import Restart
 from .clock import Compute, Network
+from .events import Event, LabJoin
 from .mail_training import Mailbox, MailTraining
 from .models import Models
 from .plan import LabPlan, Running, Setting
@@ -30,37 +31,6 @@ from .tasks import LabTask
 
 CELL = ("method", "plan", "workers", "seed", "steps", "setting")
 COLUMNS = (*CELL, "step", "seconds", "megabytes", "loss", "evaluation", "consensus", "waiting", "by")
-
-
-@dataclass(frozen=True)
-class LabKill:
-    """A worker dies before a step.
-
-    Args:
-        step: the number of the step.
-        worker: the number of the worker.
-        seconds: the time until the others go on without it.
-    """
-
-    step: int
-    worker: int
-    seconds: float = 1.0
-
-
-@dataclass(frozen=True)
-class LabJoin:
-    """A worker joins before a step, with the training state of the first worker that is there.
-
-    Args:
-        step: the number of the step.
-        seconds: the time for which the others wait.
-    """
-
-    step: int
-    seconds: float = 1.0
-
-
-Event: TypeAlias = LabKill | LabJoin
 
 
 class LabTraining:

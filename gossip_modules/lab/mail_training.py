@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..mailbox.sealed import Seal
 from ..methods.chosen import read_algorithm
 from ..wrappers.gossip import GossipDataParallel
 from .clock import TCP_SHARE, LinkSpec
+from .events import Event, LabJoin, LabKill
 from .models import Models, Objective, WorkerParameters
 from .plan import LabPlan, Setting
 from .tasks import LabTask, seed_of
@@ -48,8 +49,9 @@ class Mailbox:
         poll: seconds of the Lab's clock; see `MailMembership`.
         interval: seconds of the Lab's clock; see `MailMembership`.
         save_every: see `MailMembership`.
-        period_by_speed: whether the `sync_every` of each worker is in proportion to its speed, and that of the
-            algorithm belongs to a worker of mean speed. Then all workers write at about the same times.
+        period_by_speed: whether the `sync_every` of each worker is in proportion to its speed, and the
+            `sync_every` of the algorithm belongs to a worker of mean speed. Then all workers write at about the same
+            times.
         outages: times of the clock, pairs of begin and end, between which the store answers nobody.
     """
 
@@ -101,7 +103,7 @@ class LinkedMedium(MemoryMedium):
     Args:
         name: see `MemoryMedium`.
         link: the link of the worker.
-        scale: the factor by which models and messages are larger than those that are trained here.
+        scale: the factor by which models and messages are larger than the trained ones.
         outages: see `Mailbox`.
         ledger: is told of messages and closes.
         worker: the number of the worker in the Lab.
@@ -157,7 +159,7 @@ class LinkedMedium(MemoryMedium):
         self._travel(1)
         return found
 
-    def _delete(self, paths: Any) -> None:
+    def _delete(self, paths: Iterable[str]) -> None:
         self._travel(0)
         super()._delete(paths)
         self._travel(1)
@@ -261,7 +263,7 @@ class MailTraining:
     Args:
         plan: the method.
         setting: the cluster.
-        task: what workers train.
+        task: the model and the data.
         world: the mailbox.
         events: the deaths and the joining workers.
 
@@ -272,7 +274,7 @@ class MailTraining:
     """
 
     def __init__(
-        self, plan: LabPlan, setting: Setting, task: LabTask, world: Mailbox, events: Sequence[Any] = ()
+        self, plan: LabPlan, setting: Setting, task: LabTask, world: Mailbox, events: Sequence[Event] = ()
     ) -> None:
         self.plan, self.setting, self.task, self.world, self.events = plan, setting, task, world, events
         self.chosen = read_algorithm(plan.text, seed=setting.seed) if plan.is_text else plan.chosen
@@ -314,10 +316,10 @@ class MailTraining:
         """
         present, num_known = set(range(self.setting.world_size)), self.setting.world_size
         for event in sorted(self.events, key=lambda event: event.step):
-            if (number := getattr(event, "worker", None)) is None:
+            if isinstance(event, LabJoin):
                 present, num_known = {*present, num_known}, num_known + 1
-            elif number in present and len(present) > 1:
-                present = present - {number}
+            elif event.worker in present and len(present) > 1:
+                present = present - {event.worker}
             else:
                 raise ValueError(f"got {event}, expected one of the workers {sorted(present)}; at least one stays")
         try:
@@ -347,11 +349,11 @@ class MailTraining:
         finally:
             self.close()
 
-    def _happen(self, event: Any) -> None:
-        if (number := getattr(event, "worker", None)) is None:
-            self.workers.append(MailWorker(self, len(self.workers)))
+    def _happen(self, event: Event) -> None:
+        if isinstance(event, LabKill):
+            self.clock.kill(self.workers[event.worker].thread)
         else:
-            self.clock.kill(self.workers[number].thread)
+            self.workers.append(MailWorker(self, len(self.workers)))
 
     @property
     def live(self) -> list[MailWorker]:
@@ -407,7 +409,7 @@ class MailTraining:
         """End all threads, and forget the objects. Idempotent."""
         self.clock.close()
         objects = MemoryMedium(self.name, timeout=1.0, clock=self.clock, seal=Seal(None))
-        objects._delete(list(objects._list("")))
+        objects.delete(objects.list())
 
 
 def _mean(rows: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,8 @@
     python -m gossip_modules.mailbox s3://bucket/run --clean --yes
 
 Set GOSSIP_JOB_KEY as for the workers. The command looks twice, since a live worker writes a sign of life now and then.
-Requests and costs are the least that the rounds in the store have needed, at list prices of US regions. Egress is what
-workers outside the region of the store cost; inside it is free. Nothing is written, but with --clean.
+Requests and costs are the least that the rounds in the store have needed, at list prices of US regions. Egress is the
+price of reads by workers outside the region of the store; inside it is free. Nothing is written, but with --clean.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ class MailNotes(Protocol):
 class ByMail(Mixer):
     """Rounds without a common round: a worker sends letters to its peers, and takes the letters that have come to it.
 
-    [Note: An exchange] All requests of a round run in a thread under the next steps: who lives, which letters have
-    come, which of the own ones to take back, and the new ones, with a copy of the model of the round. The first step
-    after the end of the thread applies the letters that have come. A round that finds the thread at work is left out,
-    so training waits for no request. A medium that does not answer for `grace` seconds ends the exchange, and the next
-    one goes on there. The thread and the training thread never use `letters`, or the state of a subclass, at the same
-    time.
+    [Note: An exchange] All requests of a round run in a thread under the next steps: a look for live workers, for
+    letters that have come and for own ones to take back, and the new letters, with a copy of the model of the round.
+    The first step after the end of the thread applies the letters that have come. A round that finds the thread at work
+    is left out, so training waits for no request. A medium that does not answer for `grace` seconds ends the exchange,
+    and the next one goes on there. The thread and the training thread never use `letters`, or the state of a subclass,
+    at the same time.
 
     The live worker with the smallest number saves its model every `save_every` of its rounds.
     """
@@ -165,4 +165,4 @@ class ByMail(Mixer):
         """Apply a letter to the model s; the vector of the letter is on the device of s."""
 
     def _hand_over(self, letters: Letters, s: FlatVector, deadline: float) -> None:
-        """Give to others what must not leave with this worker; s is mutated."""
+        """Give to others the state that must not leave with this worker; s is mutated."""

@@ -149,12 +149,16 @@ class MailJob:
     def claim(self, description: Mapping[str, str]) -> bool:
         """Take a number, and compare the settings of this worker with the settings of the run.
 
+        Args:
+            description: the settings to be equal on all workers, by name.
+
         Returns:
             Whether this worker is the first one of the run.
 
         Raises:
             ValueError: the run has other settings; names both sides.
-            MailboxError: this worker may not write there, or the store lets a second writer replace an object.
+            MailboxError: this worker may not write there, the store lets a second writer replace an object, or the run
+                has another key.
         """
         self.medium.check()
         own = {"format": str(FORMAT), **description}
@@ -191,12 +195,10 @@ class MailJob:
             clock.sleep(self.settings.poll / 16)
         return header
 
-    def header(
-        self, path: str, default: dict[str, Any] | None = None, *, deadline: float | None = None
-    ) -> dict[str, Any]:
-        """The header of a small object; `default` if it is absent."""
+    def header(self, path: str, *, deadline: float | None = None) -> dict[str, Any]:
+        """The header of a small object; empty if the object is absent or refused."""
         data = self.medium.get(path, max_bytes=MAX_HEADER, deadline=deadline)
-        return (default or {}) if data is None else unpack(data, max_bytes=MAX_HEADER)[0]
+        return {} if data is None else unpack(data, max_bytes=MAX_HEADER)[0]
 
     def _numbers(self) -> set[int]:
         return {number for number, _ in places_of(self.medium.list("worker/"))}
@@ -207,7 +209,11 @@ class MailJob:
         return max(self.settings.interval, self.last_round)
 
     def beat(self, *, is_needed: bool = True) -> bool:
-        """Write a sign of life; unless this worker wrote one within its period, or `is_needed`. Returns whether."""
+        """Write a sign of life; returns whether one was written.
+
+        Args:
+            is_needed: False: write nothing if this worker has written a sign within its period.
+        """
         is_due = is_needed or self.clock.now() - self._wrote >= self.period
         if is_due:
             self._count += 1
@@ -289,7 +295,7 @@ class MailJob:
             self._read_signs(beats, now)
             new = [number for number, sign in self._signs.items() if sign.read != sign.tag]
             unknown = [number for number in new if not self._signs[number].read or self._signs[number].is_silent(now)]
-        for number in unknown:  # requests are no business of the lock
+        for number in unknown:  # without the lock, since a request may take long
             header = self.header(f"worker/{number:06d}/beat", deadline=deadline)
             with self._lock:
                 if (sign := self._signs.get(number)) is not None and header:
@@ -322,6 +328,9 @@ class MailJob:
 
     def wait_for(self, num_workers: int) -> None:
         """Wait until so many workers live.
+
+        Args:
+            num_workers: their number, with this one.
 
         Raises:
             MailboxError: too few came within `timeout`.

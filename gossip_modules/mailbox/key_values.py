@@ -31,9 +31,9 @@ class StoreMedium(Medium):
     """Objects in a key-value store of torch.distributed.
 
     [Note: objects in a key-value store] The content of an object stands in chunks under a token of its own, and the
-    entry of the path has its size and that token. The entry is written last and read first: `compare_set` decides who
-    creates an object, and its size is known before it is read. The objects are in the memory of the store's process,
-    and end with it.
+    entry of the path has its size and that token. The entry is written last and read first: `compare_set` decides
+    which worker creates an object, and its size is known before it is read. The objects are in the memory of the
+    store's process, and end with it.
 
     Args:
         connect: returns the store; called again after a connection has failed.

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..warn import levels_to_user
-from .base import Medium, MediumCounts
+from .base import Medium
 from .bucket import BucketMedium
 from .clock import Clock
 from .folder import FolderMedium
@@ -18,7 +18,7 @@ from .key_values import StoreMedium, connected
 from .memory import MemoryMedium
 from .sealed import Seal
 
-__all__ = ["REAL_TIME", "Medium", "MediumCounts", "key_of", "open_medium"]
+__all__ = ["REAL_TIME", "Medium", "key_of", "open_medium"]
 
 KEY_VARIABLE = "GOSSIP_JOB_KEY"
 REAL_TIME = Clock()

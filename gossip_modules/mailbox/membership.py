@@ -13,10 +13,13 @@ from ..membership.links import LinkTransport, alone
 from ..membership.membership import Membership
 from ..membership.tracked import check_alike, described
 from ..membership.view import Change
+from ..mixing_manager.base import MixingManager
 from ..rounds.mixer import Mixer
 from ..transport.deadline import as_timeout
 from ..transport.state_tree import copied
 from ..version import __version__
+from ..wrappers.choices import Choices
+from ..wrappers.local_model import LocalModel
 from ..wrappers.participant import check_sizes
 from .background import BackgroundCall
 from .by_mail import ByMail
@@ -42,9 +45,9 @@ class MailMembership(Membership):
     counts in a later round: see [Note: Late drifts] of `MailDriver`. So no worker waits longer than `grace` seconds for
     others.
 
-    Where machines have unequal speeds, give each its own `sync_every`, in proportion to its speed, and
-    `weighted_by="num_steps"`: then all write at about the same times. Otherwise the drifts of slow workers are old, and
-    a large outer momentum does harm.
+    Where machines have unequal speeds, give each its own `sync_every`, in proportion to its speed, with
+    `weighted_by="num_steps"` and a call of `count_tokens` in each step: then all write at about the same times.
+    Otherwise the drifts of slow workers are old, and a large outer momentum does harm.
 
     Workers take steps at their own pace, so `steps` counts the steps of this worker, and `turn` is refused. Draw
     batches at random, with a seed of each worker's `number`.
@@ -126,7 +129,7 @@ class MailMembership(Membership):
         self._num_joins = self._num_deaths = self._generation = 0
         self._world: MailWorld | None = None
         self._untaken: Mapping[str, Any] = {}
-        self._has_rejoined = False  # in the present step, whose number is that of the newest model then
+        self._has_rejoined = False  # in the present step, which then has the number of the newest model
         self._closed, self._is_leaving = threading.Event(), threading.Event()
         self._uploads: list[BackgroundCall[None]] = []
 
@@ -286,7 +289,7 @@ class MailMembership(Membership):
                 "train in one loop are one module, whose forward runs them all"
             )
 
-    def world_of(self, local: Any, choices: Any) -> tuple[Any, Mixer]:
+    def world_of(self, local: LocalModel, choices: Choices) -> tuple[MixingManager, Mixer]:
         """Make the world of a model, and the mixer of its rounds.
 
         Args:
@@ -315,11 +318,12 @@ class MailMembership(Membership):
     def transport(self) -> LinkTransport:
         """A transport of this worker alone."""
         if self._world is not None and self._world.local.is_connected:
-            transport: LinkTransport = self._world.local.transport
+            transport = self._world.local.transport
+            assert isinstance(transport, LinkTransport), "world_of() has connected the model with such a one"
             return transport
         return alone(self.timeout)
 
-    def attach(self, participant: Any) -> None:
+    def attach(self, participant: object) -> None:
         """See `Membership`: take a number, get the model of the run, and wait for `min_workers`."""
         self._enter()
 
@@ -337,7 +341,7 @@ class MailMembership(Membership):
         self.has_joined = True
 
     def _begin_run(self, world: MailWorld, *, is_first: bool) -> None:
-        """Write the first model, or wait for that of the first worker."""
+        """Write the first model, or wait for the model of the first worker."""
         clock, start = self.mail.clock, self.mail.clock.now()
         while not is_first and self.models.newest() is None and clock.now() - start < self.mail.settings.grace:
             clock.sleep(self.mail.settings.poll / 16)

@@ -49,7 +49,7 @@ class PushSumByMail(ByMail):
     weight = 1.0
 
     def check(self, mixing: MixingManager) -> None:
-        """See `Mixer`: the columns sum to one, so that nothing is left for a worker beside what it sends."""
+        """See `Mixer`: the columns sum to one, so a worker keeps the rest of its weight."""
         PushSum().check(mixing)
 
     def _write(self, letters: Letters, sent: FlatVector, t: int, live: list[int]) -> None:

@@ -63,7 +63,17 @@ class StreamReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run. Attributes: models: the numbers of the saved models; num_refused: the objects that did not open."""
+    """A run.
+
+    Attributes:
+        address: its address.
+        workers: all workers, by number.
+        streams: the streams with a closed round, by name.
+        models: the numbers of the saved models, ascending.
+        num_objects: the number of all objects.
+        stored_bytes: their sizes together, with seals.
+        num_refused: the objects that were read and did not open.
+    """
 
     address: str
     workers: tuple[WorkerReport, ...]

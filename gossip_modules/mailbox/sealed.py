@@ -93,7 +93,7 @@ class Seal:
         return b"".join([_MAGIC, self._code(path, content), content])
 
     def open(self, path: str, data: bytes | memoryview) -> bytes | None:
-        """The content; None: it is not what `seal` has made with this key for this path."""
+        """The content; None: `seal` has not made these bytes with this key for this path."""
         view = memoryview(data)
         content = view[self.num_bytes :]
         expected = _MAGIC + self._code(path, content)

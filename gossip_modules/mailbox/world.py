@@ -12,6 +12,7 @@ from ..rounds.mixer import GlobalAverage, Mixer
 from ..transport.base import Transport
 from ..transport.process_group import calling
 from ..worlds.world import ModelWorld
+from ..wrappers.local_model import LocalModel
 from .by_mail import ByMail
 from .costs import prices_of, rates
 from .driver import MailRounds
@@ -38,7 +39,7 @@ class Workers(Protocol):
     @property
     def tracked_state(self) -> dict[str, Any]: ...
 
-    def attach(self, participant: Any) -> None: ...
+    def attach(self, participant: object) -> None: ...
 
     def at_step(self) -> object: ...
 
@@ -96,7 +97,7 @@ class MailWorld(ModelWorld):
 
     changes = True
 
-    def __init__(self, local: Any, membership: Workers, mixer: Mixer) -> None:
+    def __init__(self, local: LocalModel, membership: Workers, mixer: Mixer) -> None:
         super().__init__()
         self.local, self.membership = local, membership
         self._rounds = mixer if isinstance(mixer, MailRounds) else None

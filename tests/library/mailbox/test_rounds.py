@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gossip_modules.mailbox.base import MediumCounts
 from gossip_modules.mailbox.clock import Clock
 from gossip_modules.mailbox.job import MailJob, Settings
-from gossip_modules.mailbox.medium import MediumCounts
 from gossip_modules.mailbox.memory import MemoryMedium
 from gossip_modules.mailbox.rounds import Outcome, Stream
 from gossip_modules.mailbox.sealed import Seal, pack
