@@ -16,7 +16,7 @@ import torch
 from benchmarks.elastic.training import RESOURCES_EVERY, Training
 from benchmarks.mailbox.server import VARIABLES
 from gossip_modules import DiLoCo, GossipDataParallel, Membership, NoLoCo, StreamingDiLoCo
-from gossip_modules.mailbox.driver import MailRounds
+from gossip_modules.mailbox.mail_rounds import MailRounds
 from gossip_modules.mailbox.medium import KEY_VARIABLE
 from gossip_modules.mailbox.push_sum import PushSumByMail
 from gossip_modules.testing import Worker

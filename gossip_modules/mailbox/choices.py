@@ -13,7 +13,7 @@ from ..rounds.mixer import Mixer
 from ..rounds.periodic import Periodic
 from ..rounds.push_pull import PushPull
 from ..wrappers.choices import Choices, PairChoices
-from .driver import MailRounds
+from .mail_rounds import MailRounds
 from .pairs import PairsByMail
 from .push_sum import PushSumByMail
 

@@ -25,9 +25,9 @@ from .background import BackgroundCall
 from .by_mail import ByMail
 from .choices import MailChoices
 from .clock import Clock
-from .driver import MailRounds
-from .errors import MailboxError
+from .errors import MailboxError, RoundGone
 from .job import MailJob, Settings
+from .mail_rounds import MailRounds
 from .medium import REAL_TIME, Medium, key_of, open_medium
 from .saved_models import SavedModels
 from .world import MailWorld
@@ -376,11 +376,14 @@ class MailMembership(Membership):
             for name, own in tracked.items():
                 self._tracked[name].load_state_dict(own)
 
-    def rejoin(self) -> None:
-        """Go on from the newest model, as this worker has missed more rounds than the store keeps."""
+    def rejoin(self, why: RoundGone) -> None:
+        """Go on from the newest model of the run.
+
+        Args:
+            why: the reason: this worker has missed more rounds than the store keeps, or others have replaced objects.
+        """
         assert self._world is not None, "a round runs in a wrapper"
-        log.warning("worker %d: too many rounds were missed; going on from the newest model of the run", self.number)
-        self._has_rejoined = True
+        log.warning("worker %d: %s; going on from the newest model of the run", self.number, why)
         self._take_model(self._world)
         self._take_tracked()
 

@@ -307,8 +307,7 @@ class Stream:
                 if sent is None or sent.digest != digest:
                     raise RoundGone(
                         f"{self.job.medium.address}: the message of worker {worker} in round {close.number} is gone or "
-                        "has changed after the close, expected it to stay; keep others from writing to the run, and "
-                        "start this worker again, which then begins from the last saved model"
+                        "has changed after the close, expected it to stay; keep others from writing to the run"
                     )
                 found[worker] = sent
         return found

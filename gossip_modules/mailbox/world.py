@@ -15,8 +15,8 @@ from ..worlds.world import ModelWorld
 from ..wrappers.local_model import LocalModel
 from .by_mail import ByMail
 from .costs import prices_of, rates
-from .driver import MailRounds
 from .job import MailJob
+from .mail_rounds import MailRounds
 from .rounds import Close
 from .saved_models import SavedModel
 

@@ -13,7 +13,8 @@ from gossip_modules import GossipDataParallel
 from gossip_modules.lab.virtual_clock import VirtualClock, VirtualThread
 from gossip_modules.mailbox.base import Listed
 from gossip_modules.mailbox.clock import Clock
-from gossip_modules.mailbox.driver import MailDriver, MailRounds
+from gossip_modules.mailbox.driver import MailDriver
+from gossip_modules.mailbox.mail_rounds import MailRounds
 from gossip_modules.mailbox.medium import Medium
 from gossip_modules.mailbox.membership import MailMembership
 from gossip_modules.mailbox.memory import MemoryMedium

@@ -16,7 +16,7 @@ from gossip_modules.extend import Algorithm, Memory, Mix, Vectors
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import BaseGraph, DynamicDirectedExponentialGraph
 from gossip_modules.mailbox.choices import MailChoices
-from gossip_modules.mailbox.driver import MailRounds
+from gossip_modules.mailbox.mail_rounds import MailRounds
 from gossip_modules.mailbox.membership import MailMembership
 from gossip_modules.mailbox.push_sum import PushSumByMail
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
