@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from ..flat.vector import FlatVector
 from ..membership.background_log import log
@@ -17,11 +16,8 @@ from .job import MailJob, check_layout
 from .letters import Letter, Letters, in_host_memory
 from .saved_models import SavedModels
 
-
-class MailNotes(Protocol):
-    """Is told of an exchange that has ended: the live workers, and the number of a model to save, if there is one."""
-
-    def __call__(self, live: Collection[int], save_as: int | None) -> None: ...
+MailNotes = Callable[[Collection[int], int | None], None]
+"""Is told of an exchange that has ended: the live workers, and the number of a model to save, if there is one."""
 
 
 class ByMail(Mixer):
@@ -61,10 +57,10 @@ class ByMail(Mixer):
             MailboxError: the medium has refused a request.
             ValueError: other tensors are trained than before.
         """
-        if self._call is None or not self._call.is_done:
-            return False
-        self._land(s)
-        return True
+        has_ended = self._call is not None and self._call.is_done
+        if has_ended:
+            self._land(s)
+        return has_ended
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`: all happens in `finish`."""
@@ -72,7 +68,6 @@ class ByMail(Mixer):
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer` and [Note: An exchange]. Errors: see `begin`."""
-        self.begin(s)
         if self._call is None:
             letters, sent, t = self._letters_of(s), in_host_memory(s), self._t
             self._call = BackgroundCall(self.job.clock, lambda: self._exchange(letters, sent, t), name="mailbox-mail")
@@ -92,7 +87,7 @@ class ByMail(Mixer):
             self._write(letters, sent, t, sorted(live))
             letters.deliver(deadline=deadline)
             if (t + 1) % job.settings.save_every == 0:
-                self._choose_saver(live)
+                self._choose_saver(live, deadline)
         except Unavailable as error:
             log.warning("worker %d: the rest of round %d by mail is left out: %s", job.number, t, error)
 
@@ -107,10 +102,10 @@ class ByMail(Mixer):
             self._answer(letters, sent)
         return live
 
-    def _choose_saver(self, live: Collection[int]) -> None:
+    def _choose_saver(self, live: Collection[int], deadline: float) -> None:
         """Save the model of the live worker with the smallest number."""
         if all(self.job.number <= number for number in live):
-            self._save_as = (SavedModels(self.job.medium).newest() or 0) + 1
+            self._save_as = (SavedModels(self.job.medium).newest(deadline=deadline) or 0) + 1
 
     def _land(self, s: FlatVector) -> None:
         """Apply the letters that have come. The exchange has ended."""
@@ -135,11 +130,11 @@ class ByMail(Mixer):
         job, letters = self.job, self._letters_of(s)
         deadline = job.clock.now() + job.settings.grace
         try:
-            job.leave(deadline=deadline)
             if self._call is not None and not self._call.wait(job.settings.grace):
                 raise Unavailable(f"{job.medium.address}: an exchange did not end within {job.settings.grace:g} s")
-            self._land(s)
-            self._choose_saver(self._fetch(letters, in_host_memory(s), deadline))
+            self._land(s)  # what has come counts here, also if the medium does not answer any more
+            job.leave(deadline=deadline)
+            self._choose_saver(self._fetch(letters, in_host_memory(s), deadline), deadline)
             self._land(s)
             letters.deliver(deadline=deadline)
             self._hand_over(letters, s, deadline)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..flat.vector import FlatVector
 from .by_mail import ByMail
-from .letters import Letter, Letters, in_host_memory
+from .letters import Letter, Letters
 
 
 class PairsByMail(ByMail):
@@ -46,15 +44,12 @@ class PairsByMail(ByMail):
             if "weight" not in letter.header:
                 letters.arrived.append(letter)
             elif letter.sender != self.job.number:  # else it comes back, and nobody has answered it
-                correction = in_host_memory(sent)
-                correction.add_segments_(letter.vector, alpha=-1.0)
-                weight = torch.tensor([letter.header["weight"]], dtype=torch.float64, device="cpu")
-                correction.multiply_by_weight_(weight)
-                letters.post(letter.sender, {}, correction)
-                correction.multiply_by_weight_(-torch.ones_like(weight))
-                letters.arrived.append(Letter(self.job.number, {}, correction))
-                sent.add_segments_(correction, alpha=1.0)
+                correction, weight = letter.vector, float(letter.header["weight"])
+                correction.combine_segments_(-weight, [sent], [weight])
+                letters.post(letter.sender, {"sign": 1.0}, correction)
+                letters.arrived.append(Letter(self.job.number, {"sign": -1.0}, correction))
+                sent.add_segments_(correction, alpha=-1.0)
 
     def _apply(self, letter: Letter, s: FlatVector) -> None:
         """See `ByMail`."""
-        s.add_segments_(letter.vector, alpha=1.0)
+        s.add_segments_(letter.vector, alpha=letter.header["sign"])

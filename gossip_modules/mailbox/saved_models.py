@@ -48,14 +48,14 @@ class SavedModels:
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
 
-    def numbers(self) -> list[int]:
-        """The numbers of all models, ascending."""
-        found = [path.rsplit("/", 1)[1] for path in self.medium.list("model/")]
+    def numbers(self, *, deadline: float | None = None) -> list[int]:
+        """The numbers of all models, ascending; here and below, see `Medium` for the deadline."""
+        found = [path.rsplit("/", 1)[1] for path in self.medium.list("model/", deadline=deadline)]
         return sorted(map(int, filter(str.isdigit, found)))
 
-    def newest(self) -> int | None:
+    def newest(self, *, deadline: float | None = None) -> int | None:
         """The number of the newest model; None: the run has no model."""
-        return max(self.numbers(), default=None)
+        return max(self.numbers(deadline=deadline), default=None)
 
     def load(self, *, after: int = -1) -> SavedModel | None:
         """Read the newest model that opens; None: the run has no model with a number above `after`."""

@@ -16,6 +16,7 @@ from gossip_modules.mailbox.by_mail import ByMail
 from gossip_modules.mailbox.clock import Clock, Joinable
 from gossip_modules.mailbox.errors import MailboxError, Transient
 from gossip_modules.mailbox.job import MailJob, Settings, read_run
+from gossip_modules.mailbox.letters import path_of
 from gossip_modules.mailbox.memory import MemoryMedium
 from gossip_modules.mailbox.sealed import Seal, unpack
 from gossip_modules.membership.links import alone
@@ -288,16 +289,15 @@ def mass_of(worker: Worker) -> Tensor:
         w = letter.header["weight"]
         total += torch.cat([torch.tensor([w], dtype=torch.float64), w * letter.vector.segments[0]])
     found = Shares(worker.run)
-    for letter in letters.posted:
-        taker = found.taker(letter.path)
-        if letter.path not in found.paths and taker is None:
-            total += found.read(letter.data)  # it was never written
-        elif taker == worker.number:
-            total += found.of(letter.path) if letter.data is None else found.read(letter.data)
+    for (to, number), data in letters.posted.items():
+        path = path_of(to, worker.number, number)
+        taker = found.taker(path)
+        if taker == worker.number or (taker is None and path not in found.paths):  # taken back, or never written
+            total += found.read(data or found.bytes_of(path))
     for path in found.shares:
         _, to, sender, number = path.split("/")
         is_claimed = int(to) == worker.number and found.taker(path) == worker.number
-        if is_claimed and not letters._is_decided(int(sender), int(number)):
+        if is_claimed and not letters.is_decided(int(sender), int(number)):
             total += found.of(path)
     return total
 
@@ -309,7 +309,7 @@ def mass_in_mail(run: LetterRun) -> Tensor:
     for path in found.shares:
         _, to, sender, number = path.split("/")
         letters = run.workers[int(to)].mixer.letters
-        is_decided = letters is not None and letters._is_decided(int(sender), int(number))
+        is_decided = letters is not None and letters.is_decided(int(sender), int(number))
         if found.taker(path) is None and not is_decided:
             total += found.of(path)
     return total

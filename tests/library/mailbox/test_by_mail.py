@@ -93,12 +93,15 @@ class Run:
     Args:
         wrap: the wrapper and its arguments.
         faults: see `StormyMedium`.
+        seed: draws the order of threads.
         options: of the memberships.
     """
 
-    def __init__(self, wrap: Callable[..., Any], *, faults: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, wrap: Callable[..., Any], *, faults: dict[str, Any] | None = None, seed: int = 0, **options: Any
+    ) -> None:
         self.wrap, self.faults = wrap, faults or {}
-        self.name, self.clock = f"by-mail-{next(_names)}", VirtualClock(seed=0)
+        self.name, self.clock = f"by-mail-{next(_names)}", VirtualClock(seed=seed)
         self.options = {"grace": 10.0, "poll": 0.5, "interval": 2.0, "timeout": 1e3, **options}
         self.members: list[Member] = []
 
@@ -167,6 +170,15 @@ def test_workers_go_on_after_a_death_and_a_join(wrap: Callable[..., Any]) -> Non
     assert [len(member.trace) for member in survivors] == [80, 80]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_lost_answers_and_an_outage_leave_the_mass_in_the_models(seed: int) -> None:
+    """Lists and reads show the present state, as in a bucket; a worker that leaves may otherwise miss a letter."""
+    run = Run(push_sum, seed=seed, faults={"loss": 0.1, "delay": 0.2, "unavailable": 0.1, "outage": [(6.0, 9.0)]})
+    run.start([2.0, 3.0, 1.0], seconds=16.0)
+    run.end()
+    assert sum(member.mixer.weight for member in run.members) == 3.0
+
+
 def test_the_mass_of_a_run_that_ends_is_in_its_last_model() -> None:
     run = Run(push_sum)
     run.start([2.0] * 3, seconds=12.0)
@@ -193,6 +205,26 @@ def test_a_checkpoint_has_the_estimate(wrap: Callable[..., Any]) -> None:
     assert not torch.equal(model.module.x, twin.module.x)
     twin.load_state_dict(state)
     assert torch.equal(twin.module.x, state["module.x"])
+
+
+@both
+def test_a_checkpoint_that_is_loaded_in_training_changes_no_weight_and_loses_no_letter(
+    wrap: Callable[..., Any],
+) -> None:
+    run = Run(wrap)
+    run.start([2.0, 3.0], seconds=12.0)
+    run.clock.run(until=4.25)
+    first, second = run.members
+    state = copy.deepcopy(first.model.state_dict())
+    run.clock.run(until=7.25)
+    letters = first.mixer.letters
+    first.model.load_state_dict(state)
+    assert torch.equal(first.module.x, state["module.x"])
+    assert first.mixer.letters is letters
+    run.end()
+    assert not letters.arrived
+    if wrap is push_sum:
+        assert first.mixer.weight + second.mixer.weight == 2.0
 
 
 def test_a_model_with_other_tensors_than_before_is_refused() -> None:

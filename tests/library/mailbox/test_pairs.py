@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gossip_modules.mailbox.letters import path_of
 from gossip_modules.mailbox.pairs import PairsByMail
 from gossip_modules.wrappers.choices import PairChoices
 from tests.harness.letters import LetterRun, Shares, Worker
@@ -27,19 +28,20 @@ def held(worker: Worker) -> Tensor:
     total, found = worker.x.clone(), Shares(worker.run)
     letters = worker.mixer.letters
     for letter in letters.arrived if letters else ():
-        if "weight" not in letter.header:
-            total += letter.vector.segments[0]
-    for letter in letters.posted if letters else ():
-        taker = found.taker(letter.path)
-        if taker == worker.number or (taker is None and letter.path not in found.paths):
-            header, vector = found.content(letter.data or found.bytes_of(letter.path))
-            if "weight" not in header:
+        if "sign" in letter.header:
+            total += letter.header["sign"] * letter.vector.segments[0]
+    for (to, number), data in letters.posted.items() if letters else ():
+        path = path_of(to, worker.number, number)
+        taker = found.taker(path)
+        if taker == worker.number or (taker is None and path not in found.paths):
+            header, vector = found.content(data or found.bytes_of(path))
+            if "sign" in header:
                 total += vector
     for path in found.shares:
         _, to, sender, number = path.split("/")
         is_own = int(to) == worker.number and found.taker(path) == worker.number
         header, vector = found.content(found.bytes_of(path))
-        if is_own and "weight" not in header and not letters._is_decided(int(sender), int(number)):
+        if is_own and "sign" in header and not letters.is_decided(int(sender), int(number)):
             total += vector
     return total
 
@@ -49,7 +51,7 @@ def in_mail(run: LetterRun) -> Tensor:
     total, found = torch.zeros(2, dtype=torch.float64), Shares(run)
     for path in found.shares:
         header, vector = found.content(found.bytes_of(path))
-        if "weight" not in header and found.taker(path) is None:
+        if "sign" in header and found.taker(path) is None:
             total += vector
     return total
 
@@ -103,7 +105,7 @@ def test_a_request_to_a_silent_worker_changes_nothing() -> None:
     run.wait_for_silence()
     run.rounds(4)
     assert active.x.tolist() == list(MODELS[1])
-    assert active.mixer.letters.posted == []
+    assert not active.mixer.letters.posted
     assert Shares(run).shares == []
 
 
