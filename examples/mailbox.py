@@ -32,8 +32,8 @@ def batch(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Te
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the model is small
 membership = Membership(sys.argv[1], min_workers=2, quorum=1, grace=5.0, interval=2.0)  # one worker may go on alone
-model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
-model = GossipDataParallel(model, algorithm=DiLoCo(sync_every=100), membership=membership)
+net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 4))
+model = GossipDataParallel(net, algorithm=DiLoCo(sync_every=100), membership=membership)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 membership.track(optimizer=optimizer)  # what a worker that joins gets beside the model
 

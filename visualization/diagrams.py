@@ -379,10 +379,10 @@ def mailbox() -> Drawing:
     drawing.line([(left, store + 34), (right, store + 34)], color="muted", width=1)
     objects = {0: ((112.0, "0"), (130.0, "1")), 1: ((252.0, "2"), (288.0, "0"), (306.0, "1"))}
     for number, messages in objects.items():
-        for x, worker in messages:
-            drawing.line([(x, lanes[int(worker)] + 23), (x, store - 6)], color="orange", width=1.2)
+        for x, sender in messages:
+            drawing.line([(x, lanes[int(sender)] + 23), (x, store - 6)], color="orange", width=1.2)
             drawing.arrow((x, store - 14), (x, store), color="orange", width=1.2)
-            drawing.box((x - 8, store), (16, 24), worker, color="orange", ink="paper")
+            drawing.box((x - 8, store), (16, 24), sender, color="orange", ink="paper")
         last = messages[-1][0] + 10
         drawing.box((last, store), (36, 24), "close", color="pale")
         drawing.box((last + 38, store), (40, 24), "mean", color="green", ink="paper")

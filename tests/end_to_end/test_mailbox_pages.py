@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -105,7 +106,7 @@ def fits(name: str) -> bool:
     """Whether a method trains over a mailbox with a round every 10 steps."""
     made = read_algorithm(name).made
     membership = Membership(f"memory://{name}", min_workers=1)
-    options: dict[str, object] = {"algorithm": made} if isinstance(made, Algorithm) else {"overlap": name == "osgp"}
+    options: dict[str, Any] = {"algorithm": made} if isinstance(made, Algorithm) else {"overlap": name == "osgp"}
     try:
         model = GossipDataParallel(
             nn.Linear(2, 2), schedule=Schedule(1 if "sync_every" in str(made) else 10), membership=membership, **options

@@ -15,7 +15,7 @@ from gossip_modules.mailbox.membership import MailMembership
 from tests.harness.quadratics import LEARNING_RATE, Point
 
 H = 5
-OUTER = {"lr": 0.7, "momentum": 0.9}
+OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9}
 OPTIONS: dict[str, Any] = {"grace": 10.0, "poll": 0.01, "interval": 5.0, "timeout": 30.0, "key": "key"}
 
 

@@ -6,6 +6,7 @@ import math
 import threading
 import uuid
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_the_law_predicts_the_counters_of_a_run() -> None:
         all_ended.wait(10.0)
         worker.membership.close()
 
-    options = {"save_every": 2, "interval": 1000.0}
+    options: dict[str, Any] = {"save_every": 2, "interval": 1000.0}
     (medium, *_) = train(
         lambda: OrderlyMedium(name, looks), 5 * H + 1, at_step=at_step, end=end, make_model=WidePoint, **options
     )
