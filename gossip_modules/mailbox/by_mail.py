@@ -121,17 +121,23 @@ class ByMail(Mixer):
             save_as, self._save_as = self._save_as, None
             self.notes(self._live, save_as)
 
-    def leave(self, s: FlatVector) -> None:
+    def leave(self, s: FlatVector, *, is_sound: bool = True) -> None:
         """Apply the letters that have come, and end: other workers send no more.
 
         Args:
             s: the model, mutated.
+            is_sound: whether others may get anything of this model, which has changed since the last exchange.
         """
         job, letters = self.job, self._letters_of(s)
         deadline = job.clock.now() + job.settings.grace
         try:
             if self._call is not None and not self._call.wait(job.settings.grace):
                 raise Unavailable(f"{job.medium.address}: an exchange did not end within {job.settings.grace:g} s")
+            if not is_sound:
+                log.warning("worker %d leaves with infinities or NaN, so that nobody gets its model", job.number)
+                job.leave(deadline=deadline)
+                letters.deliver(deadline=deadline)
+                return
             self._land(s)  # what has come counts here, also if the medium does not answer any more
             job.leave(deadline=deadline)
             self._choose_saver(self._fetch(letters, in_host_memory(s), deadline), deadline)

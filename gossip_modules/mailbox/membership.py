@@ -129,7 +129,7 @@ class MailMembership(Membership):
         self._num_joins = self._num_deaths = self._generation = 0
         self._world: MailWorld | None = None
         self._untaken: Mapping[str, Any] = {}
-        self._has_rejoined = False  # in the present step, which then has the number of the newest model
+        self._is_again = False  # whether the present step may come again: its round failed, or took the newest model
         self._closed, self._is_leaving = threading.Event(), threading.Event()
         self._uploads: list[BackgroundCall[None]] = []
 
@@ -255,9 +255,9 @@ class MailMembership(Membership):
                     f"{self.name}: got close() of the wrapper or the membership in step {step}, expected it after the "
                     "loop over steps(); to end early, break out of the loop, or call leave()"
                 )
-            if world.step == step and not self._has_rejoined:
+            if world.step == step and not self._is_again:
                 raise RuntimeError(f"got no training forward in step {step}, expected one")
-            step, self._has_rejoined = world.step, False
+            step, self._is_again = world.step, False
 
     def turn(self, step: int) -> int:
         """See `Membership`.
@@ -332,6 +332,7 @@ class MailMembership(Membership):
         assert world is not None, "world_of() comes first"
         version = {"version of gossip_modules": __version__}
         is_first = mail.claim({**self._description, **version, **world.describe()})
+        self.transport.names = [mail.number]  # for errors
         if is_first or not self._take_model(world):
             self._begin_run(world, is_first=is_first)
         mail.beat()
@@ -384,6 +385,7 @@ class MailMembership(Membership):
         """
         assert self._world is not None, "a round runs in a wrapper"
         log.warning("worker %d: %s; going on from the newest model of the run", self.number, why)
+        self._is_again = True
         self._take_model(self._world)
         self._take_tracked()
 
@@ -394,6 +396,9 @@ class MailMembership(Membership):
             number: the number of rounds before it.
         """
         assert self._world is not None, "a round runs in a wrapper"
+        if not self._world.is_sound:  # also the anchor would be saved with an optimizer that has seen the NaN
+            log.warning("worker %d: the model of round %d has infinities or NaN, so it is not saved", self.number, number)
+            return
         saved = self._world.give(number)
         try:
             data = self.models.pack(saved)
@@ -427,7 +432,8 @@ class MailMembership(Membership):
         return None
 
     def repeat_step(self) -> None:
-        """See `Membership`; a step at one's own pace needs nothing."""
+        """See `Membership`."""
+        self._is_again = True
 
     # The end.
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage, Mixer
 from ..transport.base import Transport
@@ -42,6 +43,8 @@ class Workers(Protocol):
     def attach(self, participant: object) -> None: ...
 
     def at_step(self) -> object: ...
+
+    def repeat_step(self) -> None: ...
 
     def note_members(self, found: Collection[int]) -> None: ...
 
@@ -130,6 +133,10 @@ class MailWorld(ModelWorld):
         self._place()
         return True
 
+    def repeat_step(self) -> None:
+        """See `ModelWorld`."""
+        self.membership.repeat_step()
+
     def _place(self) -> None:
         self.local.place = self.membership.rank, self.membership.world_size
 
@@ -174,7 +181,7 @@ class MailWorld(ModelWorld):
         """See `ModelWorld`; the model of the last round stays in the run, by one of the workers that have it."""
         if self._by_mail is not None and self.membership.mail.number >= 0:
             with torch.no_grad():
-                self._by_mail.leave(self.local.buffer.vector)
+                self._by_mail.leave(self.local.buffer.vector, is_sound=self.is_sound)
             self.local.buffer.written()
             self._last = self._must_save or 0
         if self._last:
@@ -191,6 +198,11 @@ class MailWorld(ModelWorld):
     def expect_forward(self) -> None:
         """See `Participant`."""
         self.local.loop.end()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether others may get this model: it has no infinities or NaN, or the user lets them spread."""
+        return self.local.engine.on_nonfinite == "spread" or is_finite(self.local.buffer.vector)
 
     def describe(self) -> dict[str, str]:
         """The options to be equal on all workers."""
