@@ -128,13 +128,16 @@ class ByMail(Mixer):
             s: the model, mutated.
             is_sound: whether others may get anything of this model, which has changed since the last exchange.
         """
-        job, letters = self.job, self._letters_of(s)
+        job, letters = self.job, self.letters or self._letters_of(s)
         deadline = job.clock.now() + job.settings.grace
         try:
             if self._call is not None and not self._call.wait(job.settings.grace):
                 raise Unavailable(f"{job.medium.address}: an exchange did not end within {job.settings.grace:g} s")
-            if not is_sound:
-                log.warning("worker %d leaves with infinities or NaN, so that nobody gets its model", job.number)
+            if not is_sound or letters.layout != s.layout:
+                log.warning(
+                    "worker %d leaves with infinities, NaN or other tensors than before, so nobody gets its model",
+                    job.number,
+                )
                 job.leave(deadline=deadline)
                 letters.deliver(deadline=deadline)
                 return

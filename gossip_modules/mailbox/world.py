@@ -179,14 +179,16 @@ class MailWorld(ModelWorld):
 
     def close(self) -> None:
         """See `ModelWorld`; the model of the last round stays in the run, by one of the workers that have it."""
-        if self._by_mail is not None and self.membership.mail.number >= 0:
-            with torch.no_grad():
-                self._by_mail.leave(self.local.buffer.vector, is_sound=self.is_sound)
-            self.local.buffer.written()
-            self._last = self._must_save or 0
-        if self._last:
-            self.membership.save(self._last)
-        self.membership.close()
+        try:
+            if self._by_mail is not None and self.membership.mail.number >= 0:
+                with torch.no_grad():
+                    self._by_mail.leave(self.local.buffer.vector, is_sound=self.is_sound)
+                self.local.buffer.written()
+                self._last = self._must_save or 0
+            if self._last:
+                self.membership.save(self._last)
+        finally:
+            self.membership.close()
 
     # The membership calls these.
 

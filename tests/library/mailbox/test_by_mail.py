@@ -23,6 +23,7 @@ from gossip_modules.mailbox.sealed import Seal
 from gossip_modules.membership.view import Change
 from gossip_modules.testing.storm import StormyMedium
 from tests.harness.letters import LetterRun
+from tests.harness.mailbox import MailRun, MailWorker
 
 MINIMA = (-3.0, -1.0, 1.0, 3.0, 8.0)
 H, LEARNING_RATE = 4, 0.05
@@ -246,3 +247,26 @@ def test_momentum_of_pairs_and_requests_in_each_step_are_refused() -> None:
         BilatGossipDataParallel(Place(), membership=membership())
     with pytest.raises(ValueError, match=r"expected a mailbox beside it.*leave schedule out"):
         BilatGossipDataParallel(Place(), schedule=H)
+
+
+@pytest.mark.parametrize("kind", [GossipDataParallel, BilatGossipDataParallel])
+def test_a_worker_with_other_tensors_than_before_leaves_by_close(kind: Any) -> None:
+    """It takes its model along, and no round waits for it."""
+
+    def body(worker: MailWorker) -> None:
+        place = Place()
+        place.narrow.requires_grad_(False)
+        worker.model = model = kind(place, schedule=H, membership=worker.membership)
+
+        def unfreeze() -> None:
+            for step in worker.membership.steps(4 * H):
+                place.narrow.requires_grad_(step > H)
+                model(1.0).backward()
+                worker.clock.sleep(1.0)
+
+        with pytest.raises(ValueError, match="got other trained tensors than before"):
+            unfreeze()
+        model.close()
+        assert f"worker/{worker.number:06d}/left" in worker.medium.list("worker")
+
+    MailRun(quorum=1).train(2, body)

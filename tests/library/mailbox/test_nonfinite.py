@@ -25,7 +25,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def train(
-    worker: MailWorker, method: str, *, sick_after: int = NUM_STEPS, mends: bool = False, sick: int = 1, momentum: float = 0.0
+    worker: MailWorker,
+    method: str,
+    *,
+    sick_after: int = NUM_STEPS,
+    mends: bool = False,
+    sick: int = 1,
+    momentum: float = 0.0,
 ) -> Tensor:
     """Train two numbers; returns them. One worker gets NaN in its model after a step.
 
@@ -50,7 +56,8 @@ def train(
         try:
             loss = worker.model(torch.eye(2)).square().sum()
         except FloatingPointError as error:
-            assert f"rank {worker.number}: " in str(error)
+            if not str(error).startswith(f"rank {worker.number}: "):
+                raise
             if not mends:
                 break
             with torch.no_grad():
@@ -73,7 +80,7 @@ def test_a_worker_that_leaves_with_nan_gives_them_to_nobody(method: str, caplog:
     assert last.isfinite().all()
     assert sick.isnan().any()
     by_letters = method in ("push-sum", "pairs")
-    assert ("worker 1 leaves with infinities or NaN, so that nobody gets its model" in caplog.messages) == by_letters
+    assert ("worker 1 leaves with infinities, NaN or other tensors" in caplog.text) == by_letters
 
 
 @pytest.mark.parametrize("method", METHODS)
