@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..flat.layout import FlatLayout
+from ..membership.arguments import is_number, is_whole
 from ..membership.background_log import log
 from ..membership.view import differences
 from .clock import Clock, Joinable
@@ -61,19 +62,18 @@ class Settings:
         """The settings of a process outside the run, which reads only."""
         return cls(quorum=1, grace=poll, poll=poll, interval=poll, timeout=timeout, audit=0.0, save_every=1)
 
-    def check(self, min_workers: int) -> None:
+    def check(self, min_workers: object) -> None:
         """Raise ValueError if a setting is out of its range."""
-        if not self.quorum >= 1:
-            raise ValueError(f"got quorum={self.quorum!r}, expected at least 1, the number of messages of a round")
-        if min_workers < 1:
-            raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
+        whole: dict[str, Any] = {"min_workers": min_workers, "quorum": self.quorum, "save_every": self.save_every}
+        for name, count in whole.items():
+            if not is_whole(count) or count < 1:
+                raise ValueError(f"got {name}={count!r}, expected a whole number of at least 1")
         for name in ("grace", "poll", "interval", "timeout"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"got {name}={getattr(self, name)!r}, expected seconds above 0")
-        if not 0 <= self.audit <= 1:
+            seconds = getattr(self, name)
+            if not is_number(seconds) or not 0 < seconds < math.inf:
+                raise ValueError(f"got {name}={seconds!r}, expected seconds above 0")
+        if not is_number(self.audit) or not 0 <= self.audit <= 1:
             raise ValueError(f"got audit={self.audit!r}, expected a share of rounds between 0 and 1")
-        if self.save_every < 1:
-            raise ValueError(f"got save_every={self.save_every!r}, expected a number of rounds, at least 1")
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -102,9 +103,9 @@ class MailMembership(Membership):
         clock: Clock = REAL_TIME,
     ) -> None:
         self.timeout = as_timeout(timeout)
-        self.min_workers, self.max_workers = int(min_workers), 0
+        self.min_workers, self.max_workers = min_workers, 0
         settings = Settings(
-            quorum=self.min_workers // 2 + 1 if quorum is None else quorum,
+            quorum=1 if quorum is None else quorum,
             grace=grace,
             poll=poll,
             interval=interval,
@@ -112,7 +113,9 @@ class MailMembership(Membership):
             audit=audit,
             save_every=save_every,
         )
-        settings.check(self.min_workers)
+        settings.check(min_workers)
+        if quorum is None:
+            settings = replace(settings, quorum=min_workers // 2 + 1)
         if not isinstance(store, Medium):
             store = open_medium(store, timeout=settings.timeout, clock=clock, key=key_of(key))
         self.medium = store
@@ -397,7 +400,9 @@ class MailMembership(Membership):
         """
         assert self._world is not None, "a round runs in a wrapper"
         if not self._world.is_sound:  # also the anchor would be saved with an optimizer that has seen the NaN
-            log.warning("worker %d: the model of round %d has infinities or NaN, so it is not saved", self.number, number)
+            log.warning(
+                "worker %d: the model of round %d has infinities or NaN, so it is not saved", self.number, number
+            )
             return
         saved = self._world.give(number)
         try:

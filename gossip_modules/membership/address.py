@@ -45,7 +45,10 @@ def connect_store(
     """
     is_file = store.startswith(_FILE) and store != _FILE
     if not (is_file or _is_address(store)):
-        raise ValueError(f"got store={store!r}, expected 'host:port', like 'node0:29400', or 'file:path'")
+        raise ValueError(
+            f"got store={store!r}, expected 'host:port', like 'node0:29400', or 'file:path'; for a mailbox, "
+            "'s3://bucket/run' or 'file:///folder/run'"
+        )
     why, has_failed = "it has not written its address there", was_lost
     deadline = deadline or Deadline(timeout)
     while True:

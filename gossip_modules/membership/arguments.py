@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 def check_numbers(min_workers: int, max_workers: int, interval: float, min_deadline: float) -> None:
     """Raise ValueError for numbers of workers, or seconds between heartbeats, out of range."""
-    if not _is_whole(min_workers) or min_workers < 1:
+    if not is_whole(min_workers) or min_workers < 1:
         raise ValueError(f"got min_workers={min_workers!r}, expected a whole number of at least 1")
-    if not _is_whole(max_workers) or (max_workers and max_workers < min_workers):
+    if not is_whole(max_workers) or (max_workers and max_workers < min_workers):
         raise ValueError(
             f"got max_workers={max_workers!r} and min_workers={min_workers}, expected a whole number that is no "
             "smaller, or 0 for any number"
         )
-    if not (_is_number(interval) and _is_number(min_deadline) and 0 < 2 * interval <= min_deadline < math.inf):
+    if not (is_number(interval) and is_number(min_deadline) and 0 < 2 * interval <= min_deadline < math.inf):
         raise ValueError(
             f"got interval={interval!r} and min_deadline={min_deadline!r}, expected seconds, the second at least "
             "twice the first"
@@ -29,7 +29,8 @@ def check_places(store: object, name: object, host: object, on_partition: object
     """Raise ValueError for a store, a name or a host of the wrong type, and for an unknown `on_partition`."""
     if not isinstance(store, (str, dist.Store)):
         raise ValueError(
-            f"got store={store!r}, expected 'host:port', like 'node0:29400', 'file:path', or a torch.distributed.Store"
+            f"got store={store!r}, expected 'host:port', like 'node0:29400', 'file:path', the address of a mailbox, "
+            "like 's3://bucket/run' or 'file:///folder/run', or a torch.distributed.Store"
         )
     if not isinstance(name, str):
         raise ValueError(f"got name={name!r}, expected a string, the same on all workers of the job")
@@ -50,7 +51,7 @@ def as_description(description: object) -> dict[str, str]:
 
 def check_num_steps(num_steps: object) -> None:
     """Raise ValueError for anything but a number."""
-    if not _is_number(num_steps) or num_steps != num_steps:
+    if not is_number(num_steps) or num_steps != num_steps:
         raise ValueError(f"got steps({num_steps!r}), expected a number: the training steps after which this loop ends")
 
 
@@ -70,9 +71,11 @@ def check_tracked(objects: Mapping[str, object]) -> None:
             )
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a real number, perhaps NaN or an infinity."""
     return isinstance(value, Real) and not isinstance(value, bool)
