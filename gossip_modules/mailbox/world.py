@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..engine.lockstep import LockstepEngine
 from ..flat.nonfinite import is_finite
 from ..flat.vector import FlatVector
 from ..rounds.mixer import GlobalAverage, Mixer
@@ -204,7 +205,9 @@ class MailWorld(ModelWorld):
     @property
     def is_sound(self) -> bool:
         """Whether others may get this model: it has no infinities or NaN, or the user lets them spread."""
-        return self.local.engine.on_nonfinite == "spread" or is_finite(self.local.buffer.vector)
+        engine = self.local.engine
+        spreads = isinstance(engine, LockstepEngine) and engine.on_nonfinite == "spread"
+        return spreads or is_finite(self.local.buffer.vector)
 
     def describe(self) -> dict[str, str]:
         """The options to be equal on all workers."""
