@@ -78,12 +78,24 @@ class StepLedger:
     _sent: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def note_message(self, path: str, worker: int, num_steps: int) -> None:
-        """A worker of this number in the Lab begins to send an object, after so many steps."""
+        """A worker begins to send an object.
+
+        Args:
+            path: the path of the object.
+            worker: the number of the worker in the Lab.
+            num_steps: the steps of the worker so far.
+        """
         if path.startswith(_OUTER_STREAM):
             self._sent[path] = worker, num_steps
 
     def note_close(self, path: str, content: bytes, now: float) -> None:
-        """A round is closed."""
+        """A round is closed.
+
+        Args:
+            path: the path of the close.
+            content: its content.
+            now: the time.
+        """
         folder = path.removesuffix("close")
         close = Close.read(int(folder.split("/")[2]), content)
         sent = dict(self._sent[f"{folder}{member:06d}"] for member in close.members)

@@ -45,7 +45,13 @@ class Prices:
     egress: float = 0.0
 
     def hourly(self, requests: Requests | MediumCounts, *, seconds: float, stored_bytes: float = 0.0) -> Money:
-        """The price of requests that take place once in so many seconds, and of stored bytes."""
+        """The price of requests and of stored bytes.
+
+        Args:
+            requests: the requests of `seconds` seconds.
+            seconds: their time.
+            stored_bytes: the bytes in the store.
+        """
         per_hour = 3600.0 / seconds
         return Money(
             self.storage * stored_bytes / BYTES_PER_GB / HOURS_PER_MONTH,
@@ -162,7 +168,13 @@ class RoundCosts:
 
 
 def least_sync_every(step_seconds: float, wait_seconds: float, *, waiting_share: float) -> int:
-    """The smallest number of steps between two rounds with which waits take at most this share of the time."""
+    """The smallest number of steps between two rounds with which waits take at most a share of the time.
+
+    Args:
+        step_seconds: the time of a step.
+        wait_seconds: the wait of a round.
+        waiting_share: the largest share of waits in the time of a worker.
+    """
     return max(2, math.ceil(wait_seconds * (1 - waiting_share) / (waiting_share * step_seconds)))
 
 

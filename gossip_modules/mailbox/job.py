@@ -26,7 +26,13 @@ _SILENT = 3  # periods without a sign of life after which a worker is silent
 
 
 def check_layout(method: object, before: FlatLayout, now: FlatLayout) -> None:
-    """Raise ValueError if other tensors are trained than in the rounds before."""
+    """Raise ValueError if other tensors are trained than in the rounds before.
+
+    Args:
+        method: the method, for the error.
+        before: the layout of the rounds before.
+        now: the present layout.
+    """
     if now != before:
         raise ValueError(
             f"{method}: got other trained tensors than before, expected the same tensors in all rounds of a run over a "
@@ -196,7 +202,12 @@ class MailJob:
         return header
 
     def header(self, path: str, *, deadline: float | None = None) -> dict[str, Any]:
-        """The header of a small object; empty if the object is absent or refused."""
+        """The header of a small object; empty if the object is absent or refused.
+
+        Args:
+            path: see `Medium.get`.
+            deadline: see `Medium.create`.
+        """
         data = self.medium.get(path, max_bytes=MAX_HEADER, deadline=deadline)
         return {} if data is None else unpack(data, max_bytes=MAX_HEADER)[0]
 
@@ -240,7 +251,7 @@ class MailJob:
         self._has_stopped = True
 
     def pause(self, seconds: float) -> None:
-        """Wait between two looks at the medium.
+        """Wait for so many seconds between two looks at the medium.
 
         Raises:
             MailboxError: this worker has ended meanwhile.
@@ -256,7 +267,7 @@ class MailJob:
         self._wrote = self.clock.now()
 
     def leave(self, *, deadline: float | None = None) -> None:
-        """Let no round wait for this worker any more; idempotent."""
+        """Let no round wait for this worker any more; idempotent. Deadline: see `Medium.create`."""
         if self.number not in self._left:
             self.medium.create(f"worker/{self.number:06d}/left", pack({}), deadline=deadline)
             self._left.add(self.number)

@@ -112,7 +112,7 @@ class Letters:
                 self.posted[to, number] = None
 
     def collect(self, *, deadline: float) -> None:
-        """Take the letters to this worker: they are in `arrived` then."""
+        """Take the letters to this worker: they are in `arrived` then. Deadline: see `Medium.create`."""
         medium = self.job.medium
         listed = medium.list(f"mail/{self.job.number:06d}", deadline=deadline)
         places = {path: (int(found[1]), int(found[2])) for path in listed if (found := _PATH.fullmatch(path))}
@@ -170,7 +170,7 @@ class Letters:
 
         Args:
             live: the numbers of the live workers.
-            deadline: see `Medium`.
+            deadline: see `Medium.create`.
         """
         own = self.job.number
         for (receiver, number), data in list(self.posted.items()):
@@ -200,5 +200,5 @@ def path_of(receiver: int, sender: int, number: int) -> str:
 
 
 def in_host_memory(s: FlatVector) -> FlatVector:
-    """A copy of a vector in CPU memory, with a weight of one."""
+    """A copy of the vector s in CPU memory, with a weight of one."""
     return FlatVector(s.layout, s.raw.to(torch.device("cpu"), copy=True))

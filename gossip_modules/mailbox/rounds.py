@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..membership.background_log import log
 from .errors import MailboxError, RoundGone
 from .job import MAX_HEADER, MailJob
 from .sealed import pack, unpack
@@ -194,6 +195,11 @@ class Stream:
         """Copy a message; returns a function that sends it, waits for the close, and returns the outcome.
 
         The function may run in another thread, while training changes the tensors.
+
+        Args:
+            number: the number of the round.
+            header: values of the message for JSON.
+            tensors: its tensors.
         """
         data = pack({**header, "by": self.job.number}, tensors)
         return lambda wanted: self._run(number, data, wanted)
@@ -207,7 +213,7 @@ class Stream:
         watch = CloseRule(job.settings.quorum, job.settings.grace)
         own = {job.number: Sent.read(data, self.max_bytes)}
         written, live, listed, close = {job.number}, {job.number}, -math.inf, None
-        is_reader, takes_over = None, math.inf
+        is_reader, takes_over, warns_at = None, math.inf, math.inf
         while True:
             is_first_look, must_list = listed < 0, clock.now() - listed >= _LIST_EVERY * job.settings.poll
             if must_list:  # see [Note: Looks]
@@ -233,6 +239,14 @@ class Stream:
                 close = self._decide(number, written, own, quorum=min(job.settings.quorum, len(live)))
                 if close is not None:
                     break
+                warns_at = min(warns_at, clock.now() + job.settings.grace)
+            if warns_at <= clock.now():  # some stores show an object some time after it is there
+                log.warning(
+                    "%s: round %d of %s cannot be closed: its close does not open, or fewer than %d messages do; "
+                    "delete such objects, and keep others from writing to the run",
+                    *(job.medium.address, number, self.name, min(job.settings.quorum, len(live))),
+                )
+                warns_at = math.nan  # once
             if not is_there and clock.now() - start > 2 * job.settings.grace:
                 raise RoundGone(
                     f"{job.medium.address}: another message of worker {job.number} is in round {number} of "
@@ -280,7 +294,12 @@ class Stream:
     # After the close.
 
     def outcome(self, close: Close, wanted: Wanted, *, known: Mapping[int, Sent] | None = None) -> Outcome:
-        """Get what a worker needs of a round that is closed.
+        """Read the messages or the mean that a worker needs of a closed round.
+
+        Args:
+            close: its close.
+            wanted: the workers whose messages are needed.
+            known: messages that this worker has already, by worker.
 
         Raises:
             RoundGone: a message of the close is gone.
@@ -366,7 +385,14 @@ class CloseRule:
         self._has_quorum: float | None = None
 
     def may_close(self, now: float, written: set[int], live: set[int], *, delay: float) -> bool:
-        """Whether to close at this time, `delay` seconds after the first worker may."""
+        """Whether to close the round now.
+
+        Args:
+            now: the time.
+            written: the workers with a message in the round.
+            live: the live workers.
+            delay: seconds for which this worker lets others close first.
+        """
         self._has_all = (now if self._has_all is None else self._has_all) if live <= written else None
         if len(written) >= self._quorum and self._has_quorum is None:
             self._has_quorum = now

@@ -79,11 +79,11 @@ class SavedModels:
         return pack({"tree": tree}, tensors)
 
     def create(self, number: int, data: bytes) -> bool:
-        """Write a model of `pack`; False: there is one with this number."""
+        """Write the object of `pack` as the model after so many rounds; False: there is one with this number."""
         return self.medium.create(f"model/{number:010d}", data)
 
     def read(self, number: int) -> SavedModel | None:
-        """Read a model; None: it is damaged or gone."""
+        """Read the model after so many rounds; None: it is damaged or gone."""
         data = self.medium.get(f"model/{number:010d}", max_bytes=_MAX_BYTES)
         if data is None:
             return None

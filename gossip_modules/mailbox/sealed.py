@@ -89,7 +89,12 @@ class Seal:
         return Seal(self._key, run=run)
 
     def seal(self, path: str, content: bytes) -> bytes:
-        """The sealed object for this path, relative to the run."""
+        """The sealed object of a content.
+
+        Args:
+            path: its path, relative to the run.
+            content: its content.
+        """
         return b"".join([_MAGIC, self._code(path, content), content])
 
     def open(self, path: str, data: bytes | memoryview) -> bytes | None:

@@ -216,7 +216,11 @@ class MailWorld(ModelWorld):
 
     @torch.no_grad()
     def give(self, number: int) -> SavedModel:
-        """Copies of the model and of the state for a worker that joins; the anchor if the workers share one."""
+        """Copies of the model and of the state for a worker that joins; the anchor if the workers share one.
+
+        Args:
+            number: the number of rounds before it.
+        """
         local, engine, vector = self.local, self.local.engine, self.local.buffer.vector
         local.to_estimate()
         is_average = self._rounds is not None and self._rounds.algorithm.has_equal_memory

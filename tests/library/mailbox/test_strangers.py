@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from gossip_modules.mailbox.medium import Medium, open_medium
 from gossip_modules.mailbox.report import report_of
 from gossip_modules.mailbox.rounds import Close
 from gossip_modules.mailbox.sealed import Seal, pack
+from gossip_modules.membership.background_log import log
 from tests.harness.mailbox import MailRun, MailWorker, in_memory, steps
 from tests.harness.quadratics import Point, plain_sgd
 
@@ -215,6 +217,17 @@ def test_the_command_that_lists_runs_meets_any_name() -> None:
     report = report_of(open_medium(f"memory://{run.name}", timeout=1.0, key=b"x"), wait=0.0, show=lambda text: None)
     assert report.models[-1] == 9999999999
     assert {worker.number for worker in report.workers} >= {0, 1}
+
+
+def test_a_close_that_does_not_open_is_logged_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    run = MailRun(key=KEY)
+    Stranger(run).medium._put("round/0-average/0000000001/close", b"?")
+    with caplog.at_level(logging.WARNING, logger=log.name):
+        found = run.train(2, lambda worker: trained(worker, DiLoCo(H)))
+        log.flush(5.0)
+    assert all(worker.drivers[0].next == {"average": 1} for worker in run.workers)
+    assert not torch.equal(found[0][0], found[1][0]), "each has gone on alone"
+    assert caplog.text.count("round 1 of 0-average cannot be closed: its close does not open") == 2
 
 
 @pytest.mark.parametrize("num_late", [1, 2])
