@@ -17,7 +17,7 @@ from .letters import Letter, Letters, in_host_memory
 from .saved_models import SavedModels
 
 MailNotes = Callable[[Collection[int], int | None], None]
-"""Is told of an exchange that has ended: the live workers, and the number of a model to save, if there is one."""
+"""A call after an exchange, with the live workers and the number of a model that is to be saved, or None."""
 
 
 class ByMail(Mixer):
@@ -46,7 +46,7 @@ class ByMail(Mixer):
         Args:
             job: this worker in the run.
             choose: the weights for a number of workers.
-            notes: told of exchanges that have ended.
+            notes: called after exchanges.
         """
         self.job, self._choose, self.notes = job, choose, notes
 
@@ -124,15 +124,17 @@ class ByMail(Mixer):
     def leave(self, s: FlatVector, *, is_sound: bool = True) -> None:
         """Apply the letters that have come, and end: other workers send no more.
 
+        The exchange under way ends first, as its thread uses the live workers and the letters.
+
         Args:
             s: the model, mutated.
             is_sound: whether others may get anything of this model, which has changed since the last exchange.
         """
         job, letters = self.job, self.letters or self._letters_of(s)
-        deadline = job.clock.now() + job.settings.grace
         try:
-            if self._call is not None and not self._call.wait(job.settings.grace):
-                raise Unavailable(f"{job.medium.address}: an exchange did not end within {job.settings.grace:g} s")
+            if self._call is not None and not self._call.wait(job.settings.timeout):
+                raise Unavailable(f"{job.medium.address}: an exchange did not end within {job.settings.timeout:g} s")
+            deadline = job.clock.now() + job.settings.grace
             if not is_sound or letters.layout != s.layout:
                 log.warning(
                     "worker %d leaves with infinities, NaN or other tensors than before, so nobody gets its model",

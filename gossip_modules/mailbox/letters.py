@@ -52,8 +52,8 @@ class Letters:
     - The receiver keeps each letter that it has read in memory until it has read the decision, whatever it finds in the
       medium meanwhile. So a letter with a decision for the receiver is in its memory, or in `arrived`.
     - Each letter says in its header below which number its sender has no letter in `posted`: these are settled. The
-      receiver deletes a decision when its letter is settled and not in memory any more. So none of the two ends asks
-      for a decision that was deleted.
+      receiver deletes a decision when its letter is settled and not in memory any more. So neither end asks for a
+      decision that was deleted.
     - The receiver deletes a letter that counts here, or is settled, and no other one. So a letter that goes back is
       there until its sender has read it.
     - A settled letter is not read again. So a list of an old state, or a write that takes effect late, changes nothing.
