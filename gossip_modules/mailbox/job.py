@@ -14,7 +14,7 @@ from ..flat.layout import FlatLayout
 from ..membership.arguments import is_number, is_whole
 from ..membership.background_log import log
 from ..membership.view import differences
-from .clock import Clock, Joinable
+from .clock import Clock
 from .errors import MailboxError
 from .medium import KEY_VARIABLE, Medium
 from .sealed import JOB, pack, unpack
@@ -141,7 +141,7 @@ class MailJob:
         self._listed = -1.0  # when the workers were listed last
         self._count = 0
         self._wrote = -math.inf
-        self._beats: Joinable | None = None
+        self._beating: object | None = None  # the turn of the thread that writes signs of life
         self._has_stopped = False
         self._lock = threading.Lock()  # of the signs of life, which rounds of several fragments read
 
@@ -234,11 +234,16 @@ class MailJob:
 
     def beat_soon(self) -> None:
         """Let a thread write signs of life, and look for signs of the others, while training computes."""
-        if self._beats is None:
-            self._beats = self.clock.start(self._keep_beating, "mailbox-beats")
+        if self._beating is None:
+            self._beating = turn = object()
+            self.clock.start(lambda: self._keep_beating(turn), "mailbox-beats")
 
-    def _keep_beating(self) -> None:
-        while not self._has_stopped:
+    def rest(self) -> None:
+        """End the thread of `beat_soon`, until that is called again."""
+        self._beating = None
+
+    def _keep_beating(self, turn: object) -> None:
+        while self._beating is turn and not self._has_stopped:
             try:
                 if self.beat(is_needed=False):
                     self.live()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +16,7 @@ from ..membership.links import LinkTransport, alone
 from ..membership.membership import Membership
 from ..membership.tracked import check_alike, described
 from ..membership.view import Change
+from ..membership.watcher import ends_by_error
 from ..mixing_manager.base import MixingManager
 from ..rounds.mixer import Mixer
 from ..transport.deadline import as_timeout
@@ -120,6 +123,7 @@ class MailMembership(Membership):
             store = open_medium(store, timeout=settings.timeout, clock=clock, key=key_of(key))
         self.medium = store
         self._mail = MailJob(store, settings)
+        weakref.finalize(self, self._mail.stop).atexit = False  # nobody is to wait for a wrapper that was lost
         self.models = SavedModels(store)
         self.name = store.address
         self.node = None
@@ -241,6 +245,7 @@ class MailMembership(Membership):
             raise RuntimeError("got join() of a membership without a wrapper, expected it after the model was wrapped")
         if not self.has_joined:
             self._enter()
+        self.mail.beat_soon()
         self._take_tracked()
         return self._world.step
 
@@ -252,7 +257,12 @@ class MailMembership(Membership):
         assert world is not None, "join() has looked"
         while step < num_steps and not self._is_leaving.is_set():
             world.expect_forward()
-            yield step
+            try:
+                yield step
+            except GeneratorExit:
+                if ends_by_error(sys._getframe().f_back):
+                    self.end_liveness()
+                raise
             if self._closed.is_set():
                 raise RuntimeError(
                     f"{self.name}: got close() of the wrapper or the membership in step {step}, expected it after the "
@@ -467,4 +477,7 @@ class MailMembership(Membership):
         """See `Membership`: signs of life end."""
         self.release()
 
-    end_liveness = release
+    def end_liveness(self) -> None:
+        """See `Membership`: signs of life end, until another loop over `steps` begins."""
+        log.warning("worker %d: an error ended its training, and the others go on without it", self.number)
+        self.mail.rest()

@@ -1,13 +1,20 @@
-"""Arguments of `Membership` for a mailbox: each error says got, expected and remedy, before a run begins."""
+"""Arguments of `Membership` for a mailbox, and loops over its steps that end early or repeat a step."""
 
 from __future__ import annotations
 
+import gc
 import math
+import uuid
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from gossip_modules import Membership
+from gossip_modules import DiLoCo, GossipDataParallel, Membership
+from gossip_modules.mailbox.errors import RoundGone
+from gossip_modules.mailbox.membership import MailMembership
+from tests.harness.mailbox import MailRun, MailWorker
 
 NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, "3", True)
 NO_SECONDS: tuple[Any, ...] = (0, -1.0, "30", None, True, math.nan, math.inf)
@@ -40,3 +47,64 @@ def test_a_variable_without_a_value_is_no_key(monkeypatch: pytest.MonkeyPatch) -
 def test_what_looks_like_neither_address_names_both(store: str) -> None:
     with pytest.raises(ValueError, match=r"expected 'host:port'.* for a mailbox, 's3://bucket/run' or 'file:///folder"):
         Membership(store, min_workers=1)
+
+
+def wrapped(membership: Membership) -> GossipDataParallel:
+    return GossipDataParallel(nn.Linear(1, 1), algorithm=DiLoCo(4), membership=membership)
+
+
+def num_beats(worker: MailWorker, seconds: float = 100.0) -> int:
+    """The number of signs of life of this worker in so many seconds."""
+    before = worker.membership.mail._count
+    worker.clock.sleep(seconds)
+    return worker.membership.mail._count - before
+
+
+def test_signs_of_life_end_with_an_error_until_the_next_loop() -> None:
+    """A script that takes long after an error, as a notebook does, would let each round of the others wait."""
+
+    def body(worker: MailWorker) -> None:
+        model = worker.wrap(nn.Linear(1, 1), algorithm=DiLoCo(4))
+
+        def fail() -> None:
+            for step in worker.membership.steps(20):
+                model(torch.ones(1, 1)).sum().backward()
+                if step == 2:
+                    raise KeyError("a batch")
+
+        with pytest.raises(KeyError, match="a batch"):
+            fail()
+        worker.clock.sleep(1.0)  # in which a thread that sleeps wakes
+        assert num_beats(worker) == 0
+        for step in worker.membership.steps(20):
+            model(torch.ones(1, 1)).sum().backward()
+            if step == 4:
+                assert num_beats(worker) > 10
+                break
+        assert num_beats(worker) > 10  # after `break` it is a worker still
+
+    MailRun(quorum=1).train(1, body)
+
+
+def test_signs_of_life_end_with_a_wrapper_that_is_lost() -> None:
+    membership = MailMembership(f"memory://{uuid.uuid4().hex}", min_workers=1, poll=0.01)
+    model, mail = wrapped(membership), membership.mail
+    next(membership.steps(1))
+    del model, membership
+    gc.collect()
+    assert mail._has_stopped
+
+
+def test_a_worker_that_takes_the_newest_model_may_repeat_the_step() -> None:
+    def body(worker: MailWorker) -> list[int]:
+        model, seen = worker.wrap(nn.Linear(1, 1), algorithm=DiLoCo(4)), []
+        for step in worker.membership.steps(12):
+            seen.append(step)
+            model(torch.ones(1, 1)).sum().backward()
+            worker.clock.sleep(1.0)
+            newest = worker.membership.models.load()
+            if newest is not None and newest.step == step == 5 and seen.count(5) == 1:
+                worker.membership.rejoin(RoundGone("its round is gone"))
+        return seen
+
+    assert MailRun(quorum=1).train(1, body) == [[*range(6), *range(5, 12)]]
