@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -157,6 +159,26 @@ def test_a_fault_in_any_request_keeps_the_sum(fault: str, victim: int) -> None:
         run.wait_for_silence()
         run.rounds(3)
         assert total(run) == near(before)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_faults_and_a_death_keep_the_sum(seed: int) -> None:
+    run, draw = started(), random.Random(seed)
+    before, victim = total(run), run.workers[seed % 4]
+    for worker in run.workers:
+        worker.medium.odds, worker.medium.drawn = 0.2, random.Random(draw.random())
+    victim.medium.fault = "killed"
+    for k in range(20):
+        if k == 10:
+            victim.medium.fault_at = victim.medium.num_tries + draw.randrange(10)
+        run.rounds(1, draw.sample(run.live, k=3))
+        assert total(run) == near(before)
+    assert victim.is_dead
+    for worker in run.workers:
+        worker.medium.odds = 0.0
+    run.wait_for_silence()
+    run.rounds(4)
+    assert total(run) == near(before)
 
 
 def test_workers_that_leave_answer_their_requests() -> None:
