@@ -29,7 +29,7 @@ from .background import BackgroundCall
 from .by_mail import ByMail
 from .choices import MailChoices
 from .clock import Clock
-from .errors import MailboxError, RoundGone
+from .errors import MailboxError, RoundGone, Unavailable
 from .job import MailJob, Settings
 from .mail_rounds import MailRounds
 from .medium import REAL_TIME, Medium, key_of, open_medium
@@ -337,8 +337,18 @@ class MailMembership(Membership):
         return alone(self.timeout)
 
     def attach(self, participant: object) -> None:
-        """See `Membership`: take a number, get the model of the run, and wait for `min_workers`."""
-        self._enter()
+        """See `Membership`: take a number, get the model of the run, and wait for `min_workers`.
+
+        A worker that fails leaves the run, so that nobody counts it among those that have come.
+        """
+        try:
+            self._enter()
+        except Unavailable:  # nor would the store take notice of its end
+            self.release()
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def _enter(self) -> None:
         world, mail = self._world, self.mail

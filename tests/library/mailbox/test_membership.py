@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gossip_modules import DiLoCo, GossipDataParallel, Membership
-from gossip_modules.mailbox.errors import RoundGone
+from gossip_modules.mailbox.errors import MailboxError, RoundGone
 from gossip_modules.mailbox.membership import MailMembership
 from tests.harness.mailbox import MailRun, MailWorker
 
@@ -108,3 +108,13 @@ def test_a_worker_that_takes_the_newest_model_may_repeat_the_step() -> None:
         return seen
 
     assert MailRun(quorum=1).train(1, body) == [[*range(6), *range(5, 12)]]
+
+
+def test_a_worker_that_waits_in_vain_for_others_leaves() -> None:
+    """It would else count as one of them when a script tries again."""
+    address = f"memory://{uuid.uuid4().hex}"
+    membership = MailMembership(address, min_workers=2, poll=0.01, timeout=0.05)
+    with pytest.raises(MailboxError, match=r"1 of 2 workers came within 0.05 s: \[0\]; start the others"):
+        wrapped(membership)
+    assert membership.mail._has_stopped
+    assert "worker/000000/left" in membership.medium.list("worker")
