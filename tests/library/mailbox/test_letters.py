@@ -185,7 +185,12 @@ class LateMedium(StormyMedium):
     def _let_be_late(self, request: Callable[[], object]) -> None:
         if self._faults.random() < self.lateness:
             seconds = self._faults.uniform(0.0, 15.0)
-            self.clock.start(lambda: (self.clock.sleep(seconds), request()), "a late request")
+
+            def late() -> None:
+                self.clock.sleep(seconds)
+                request()
+
+            self.clock.start(late, "a late request")
             raise Transient("the answer was lost")
 
 
