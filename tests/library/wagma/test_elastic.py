@@ -298,7 +298,10 @@ def test_groups_exist_for_any_number_of_workers() -> None:
         ({"wait_avoiding": False}, "got wait_avoiding=False with a membership, expected True"),
         ({"group_size": 1}, "got group_size=1 with a membership, expected a power of two from 2 on"),
         ({"group_size": 6}, "got group_size=6 with a membership, expected a power of two from 2 on"),
-        ({"comm_device": "cuda"}, "got comm_device=cuda with a membership, expected 'cpu' or None"),
+        (
+            {"comm_device": "cuda"},
+            "got comm_device=cuda with a membership, expected 'cpu', as its messages are in host memory, or None",
+        ),
         ({"init_sync": False}, "got init_sync=False with a membership, expected True: its workers begin"),
         ({"timeout": 7}, "got timeout=7 s with a membership, which has a timeout of 60 s, expected none"),
         ({"membership": "node0:29400"}, r"expected a Membership; pass Membership\('node0:29400', min_workers="),

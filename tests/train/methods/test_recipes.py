@@ -259,7 +259,7 @@ def said_to(monkeypatch: pytest.MonkeyPatch, wrapper: str, **options: Any) -> di
 def test_adpsgd_takes_the_graph_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = "BilatGossipDataParallel"
     arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", timeout_seconds=7)
-    assert arguments == {"graph": None, "timeout": timedelta(seconds=7), "membership": None}
+    assert arguments == {"graph": None, "schedule": 1, "timeout": timedelta(seconds=7), "membership": None}
     arguments = said_to(monkeypatch, wrapper, recipe="adpsgd", graph="bipartite-linear")
     assert repr(arguments["graph"](4)) == repr(gm.graph_manager.DynamicBipartiteLinearGraph(4))
 
