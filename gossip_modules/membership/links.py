@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from ..transport import threads
 from ..transport.deadline import Deadline
 from ..transport.exchange import LATE, LinkClosedError, PointToPoint, fail
-from ..transport.gloo import CPU, as_group
+from ..transport.gloo import CPU, as_group, gloo_group
 from ..transport.process_group import PROBE_TAG, ProcessGroupTransport
 from ..transport.waits import Waits
 from ..worlds.all_or_none import LOST
@@ -358,10 +358,18 @@ def connect_links(
 def alone(timeout: timedelta) -> LinkTransport:
     """The transport of a world of one. It has no socket, so a worker of a mailbox has no port.
 
-    The collectives of torch's backend "fake" leave tensors as they are, as those among one rank do.
+    The collectives of torch's backend "fake" leave tensors as they are, as those among one rank do. With a torch whose
+    backend "fake" has no name, such as 2.7, it is a Gloo group, which listens on a port that nobody connects to.
     """
+    store = dist.HashStore()
     make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # torch 2.8 and older have a constructor
     backend = make(0, 1)
-    transport = ProcessGroupTransport(as_group(backend, dist.HashStore()), device=CPU, timeout=timeout, names=[0])
+    try:
+        backend.name()
+    except RuntimeError:
+        group = gloo_group(store, 0, 1, timeout)
+    else:
+        group = as_group(backend, store)
+    transport = ProcessGroupTransport(group, device=CPU, timeout=timeout, names=[0])
     transport.own_group()
     return LinkTransport(transport, {}, on_lost=_ignore)
