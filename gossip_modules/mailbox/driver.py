@@ -270,7 +270,8 @@ class MailDriver(Driver):
         self._sent_as = []
         if counts:
             self.next[kind] = outcome.close.number + 1
-            self._chain = outcome.close.digest
+            if self._replays(kind):
+                self._chain = outcome.close.digest
             self.memory.forget(_LATE)
             self._unshifted = None
         elif self._unshifted is not None:
