@@ -425,8 +425,14 @@ class PlanRun:
 
     def wagma(self) -> Running:
         """Return WAGMA-SGD."""
-        period = self.made.sync_period
-        return own_pace(Groups(*self.cluster, ButterflyGroups(self.num_ranks), sync_period=period))
+        made = self.made
+        if not made.wait_avoiding or made.group_size == 1:
+            raise ValueError(
+                f"got {self.plan.text} in the Lab, expected groups of two or more that avoid waiting; for averages "
+                f"over all workers only, take LocalSGD(sync_every={made.sync_period})"
+            )
+        groups = ButterflyGroups(self.num_ranks, group_size=made.group_size)
+        return own_pace(Groups(*self.cluster, groups, sync_period=made.sync_period))
 
     def dpwa(self) -> Running:
         """Return dpwa."""

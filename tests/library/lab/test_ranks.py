@@ -159,3 +159,13 @@ def test_late_ranks_of_wagma_train_as_late_workers_of_the_lab() -> None:
     assert [rounds for _, rounds in ends] == [steps + 1] * n, "a late rank skips none"
     torch.testing.assert_close(z, torch.stack([x for x, _ in ends]), rtol=0, atol=1e-12)
     assert float((z - z.mean(0)).norm()) > 0.01, "late ranks have models of their own"
+
+
+def test_the_lab_has_the_groups_that_wagma_asks_for() -> None:
+    setting = Setting(8, None, Compute(1.0), Network("1 Gbit/s"))
+    for text, size in (("WAGMA()", 4), ("WAGMA(group_size=2)", 2), ("WAGMA(group_size=8)", 8)):
+        driver: Any = LabTraining(LabPlan.of(text), setting, task(0.0)).method.driver
+        assert driver.groups.group_size == size
+    for text in ("WAGMA(group_size=1)", "WAGMA(wait_avoiding=False)"):
+        with pytest.raises(ValueError, match=r"in the Lab, expected groups .*take LocalSGD\(sync_every=10\)"):
+            LabTraining(LabPlan.of(text), setting, task(0.0))
