@@ -23,8 +23,9 @@ from benchmarks.studies.regions import REGIONS
 from benchmarks.studies.study import Study, Trainings
 from benchmarks.studies.translation import TRANSLATION
 from benchmarks.studies.utilisation import UTILISATION
+from benchmarks.studies.wagma_ablations import ABLATIONS
 
-STUDIES: Mapping[str, Study] = {**IMAGES, **LANGUAGE, **TRANSLATION, **REGIONS}
+STUDIES: Mapping[str, Study] = {**IMAGES, **ABLATIONS, **LANGUAGE, **TRANSLATION, **REGIONS}
 """The studies by name."""
 COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT}
 """The studies without training by name."""
