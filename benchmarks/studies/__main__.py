@@ -22,10 +22,11 @@ from benchmarks.studies.language import LANGUAGE
 from benchmarks.studies.regions import REGIONS
 from benchmarks.studies.study import Study, Trainings
 from benchmarks.studies.translation import TRANSLATION
+from benchmarks.studies.uneven import UNEVEN
 from benchmarks.studies.utilisation import UTILISATION
 from benchmarks.studies.wagma_ablations import ABLATIONS
 
-STUDIES: Mapping[str, Study] = {**IMAGES, **ABLATIONS, **LANGUAGE, **TRANSLATION, **REGIONS}
+STUDIES: Mapping[str, Study] = {**IMAGES, **ABLATIONS, **LANGUAGE, **TRANSLATION, **REGIONS, **UNEVEN}
 """The studies by name."""
 COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT}
 """The studies without training by name."""

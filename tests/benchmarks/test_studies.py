@@ -18,7 +18,7 @@ from benchmarks.pages import image_studies, study_tables
 from benchmarks.pages.study_tables import ends, progress
 from benchmarks.record import DTYPES, PROVENANCE
 from benchmarks.studies import __main__ as studies
-from benchmarks.studies import images
+from benchmarks.studies import images, uneven
 from benchmarks.studies.study import COLUMNS, Study
 from gossip_modules.lab import LabPlan, LabTask, Setting
 from gossip_modules.lab.comparison import LabTraining
@@ -152,6 +152,44 @@ def test_the_lab_trains_all_methods_of_a_study(name: str) -> None:
         for _ in training.run(1):
             pass
         assert training.models.by == "vmap", method
+
+
+@pytest.mark.usefixtures("archive")
+@pytest.mark.parametrize("name", uneven.UNEVEN)
+def test_the_lab_trains_all_methods_of_a_study_on_their_splits(name: str) -> None:
+    study = uneven.UNEVEN[name]
+    task: Any = study.task()
+    for workers in sorted({study.cells[0][0], study.cells[-1][0]}):
+        for method in (each for each in study.methods(workers) if each.startswith(("alike", "alpha 0.1"))):
+            key = {"method": method, "workers": workers, "rate": 0.1, "steps": 1, "is_tuning": True}
+            (row,) = uneven.on_split(study, task, key, 1)
+            assert row["by"] == "vmap", method
+            assert np.isfinite(row["validation"]), method
+
+
+@pytest.mark.parametrize("name", uneven.SPLITS)
+def test_a_split_has_each_image_once(name: str) -> None:
+    labels = np.random.default_rng(0).permutation(np.arange(960) % 10)
+    shards, again, other = (uneven.SPLITS[name](labels, 16, seed) for seed in (1, 1, 2))
+    assert sorted(shards.flat) == list(range(960))
+    np.testing.assert_array_equal(shards, again)
+    assert (shards != other).any()
+    num_classes = [len(set(labels[shard])) for shard in shards]
+    if name == "1-2 classes":
+        assert set(num_classes) == {1, 2}
+    elif name == "alike":
+        assert min(num_classes) == 10
+
+
+@pytest.mark.usefixtures("archive")
+def test_a_worker_draws_from_its_own_shard() -> None:
+    whole = uneven.UnevenImages(32)
+    task = whole.split("1-2 classes", 10, seed=1)
+    assert task.images is whole.images
+    for worker in range(10):
+        images_, labels = task.batch(worker, 0, torch.Generator().manual_seed(0))
+        assert images_.shape == (32, 16, 16, 3)
+        assert set(labels.tolist()) <= set(task.labels[task.shards[worker]].tolist())
 
 
 def test_two_workers_are_late_in_each_step() -> None:

@@ -1,0 +1,148 @@
+"""Studies of CIFAR-10 at 16 pixels whose workers have different classes, or whose number is no power of two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.studies.images import SmallImages
+from benchmarks.studies.study import Study, StudyTask, by_compare
+from gossip_modules.lab import LabPlan
+from train.tasks.shards import dirichlet_shards, iid_shards
+
+SplitRule = Callable[[np.ndarray, int, int], np.ndarray]
+"""Makes the shards, int64 [n, length], from the labels, the number of workers and the seed."""
+
+
+def sorted_shards(labels: np.ndarray, world_size: int, seed: int) -> np.ndarray:
+    """Return equal parts of the images in the order of their classes, dealt to the workers at random.
+
+    With 10 classes of equal size and at least 10 workers a shard has one class or two.
+    """
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    length = len(labels) // world_size
+    return generator.permutation(order[: length * world_size].reshape(world_size, length))
+
+
+def _dirichlet(labels: np.ndarray, world_size: int, seed: int, *, alpha: float) -> np.ndarray:
+    return dirichlet_shards(labels, world_size, alpha=alpha, seed=seed)
+
+
+SPLITS: Mapping[str, SplitRule] = {
+    "alike": lambda labels, world_size, seed: iid_shards(len(labels), world_size, seed=seed),
+    "alpha 1": partial(_dirichlet, alpha=1.0),
+    "alpha 0.1": partial(_dirichlet, alpha=0.1),
+    "1-2 classes": sorted_shards,
+}
+"""The ways to split the training images, by the name before the colon of a method."""
+SKEWED = ("alpha 1", "alpha 0.1", "1-2 classes")
+
+
+class UnevenImages(SmallImages):
+    """`SmallImages` without normalisation, of which each worker has a shard.
+
+    Args:
+        batch_size: the images of a worker in a step.
+    """
+
+    shards: Tensor
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size, normalizes=False)
+
+    def split(self, name: str, num_workers: int, seed: int) -> UnevenImages:
+        """Return the task with the shards of a split; it shares the images.
+
+        Args:
+            name: of the split, in SPLITS.
+            num_workers: the number of workers.
+            seed: the seed of the shards.
+        """
+        task = copy.copy(self)
+        task.shards = torch.from_numpy(SPLITS[name](self.labels.numpy(), num_workers, seed))
+        return task
+
+    def batch(self, worker: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """See `StudyTask`."""
+        places = torch.randint(self.shards.shape[1], (self.batch_size,), generator=generator)
+        chosen = self.shards[worker, places]
+        return self.images[chosen], self.labels[chosen]
+
+
+def on_split(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Train by `compare` on the split that the name of the method begins with; see `Study.train`."""
+    assert isinstance(task, UnevenImages), "the shards are those of UnevenImages"
+    name, _, _ = key["method"].partition(": ")
+    return by_compare(study, task.split(name, key["workers"], seed), key, seed)
+
+
+METHODS: Mapping[str, Any] = {
+    "all-reduce": "ar",
+    "SGP": "sgp",
+    "RelaySGD": "RelaySGD()",
+    "D-PSGD": "dpsgd:ring",
+    "QG-DSGDm": "QGDSGDm():ring",
+    "DecentLaM": "DecentLaM():ring",
+    "D2": "D2():ring",
+    "exact diffusion": "ExactDiffusion():ring",
+    "gradient tracking": "GradientTracking():ring",
+    "local SGD, 8": "LocalSGD(sync_every=8)",
+}
+"""SGP is on the exponential graph, RelaySGD on two binary trees, and the methods after it are on a ring."""
+BATCH, STEPS = 8, 800
+"""The images of a worker in a step, and the steps of a training."""
+NUMBERS = (3, 5, 6, 7, 9, 12, 25)
+"""The numbers of workers that are no power of two."""
+PEERS = (1, 2, 4)
+"""The peers of a worker in a round on `BaseGraph`."""
+
+
+def on_base_graphs(workers: int) -> Mapping[str, Any]:
+    """Return all-reduce, SGP on the exponential graph, and D-PSGD on `BaseGraph` with each possible number of peers."""
+    base = {
+        f"BaseGraph, {peers} {'peer' if peers == 1 else 'peers'}": LabPlan.of("dpsgd:base", peers_per_itr=peers)
+        for peers in PEERS
+        if peers < workers
+    }
+    return {"all-reduce": "ar", "SGP": "sgp", **base}
+
+
+def named(methods: Mapping[str, Any], *splits: str) -> Mapping[str, Any]:
+    """Return the methods on each split, by the names "split: method"."""
+    return {f"{split}: {name}": what for split in splits for name, what in methods.items()}
+
+
+def on_numbers(workers: int) -> Mapping[str, Any]:
+    """Return the methods of `on_base_graphs` with data alike, and with the most workers on uneven data too."""
+    return named(on_base_graphs(workers), "alike", *(["alpha 0.1"] if workers == NUMBERS[-1] else []))
+
+
+UNEVEN: Mapping[str, Study] = {
+    "uneven_data": Study(
+        partial(UnevenImages, BATCH),
+        lambda workers: named(METHODS, *SKEWED),
+        cells=tuple((16, STEPS, seed) for seed in (1, 2, 3)),
+        rates=(0.05, 0.1),
+        tuning=0.25,
+        points=2,
+        train=on_split,
+    ),
+    "uneven_workers": Study(
+        partial(UnevenImages, BATCH),
+        on_numbers,
+        cells=tuple((n, STEPS, seed) for seed in (1, 2, 3) for n in NUMBERS),
+        rates=(0.05, 0.1),
+        tuning=0.25,
+        points=2,
+        train=on_split,
+    ),
+}
+"""The studies by name."""
