@@ -35,7 +35,7 @@ import pandas as pd
 import tyro
 
 from benchmarks.cluster.delays import Delays
-from benchmarks.cluster.methods import CLUSTER_METHODS, require_methods
+from benchmarks.cluster.methods import CLUSTER_METHODS, optimizer_of, require_methods
 from benchmarks.cluster.network.links import CONGESTION_CONTROLS, MAX_HOSTS, MIN_HOSTS, EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import or_exit
 from benchmarks.cluster.processes import Fleet, TrialError
@@ -75,6 +75,8 @@ class Cluster:
     """Timed ones of each trial; rounded up to a method's period."""
     parameters: float = 11.2e6
     """Of the model, float32; ResNet-18 scaled in width."""
+    adam: bool = False
+    """AdamW, and GossipAdamW in our methods, in place of SGD with momentum."""
     seed: int = 0
     """Of delays and of the order of methods."""
     out: Path = Path("runs/cluster")
@@ -118,6 +120,7 @@ class Cluster:
             delays=self.delays(repeat),
             limit_seconds=limit_seconds,
             num_parameters=self.parameters,
+            optimizer=optimizer_of(method, is_adam=self.adam),
         )
 
     def limit_seconds(self, num_hosts: int, rate: float) -> float:
@@ -193,7 +196,8 @@ class Cluster:
         keys: list[dict[str, Any]] = []
         for num_hosts, rate, repeat in product(self.hosts, self.rates, range(self.repeats)):
             shared = {**self._key(num_hosts, rate), "repeat": repeat}
-            keys += [{**shared, "method": method} for method in order.sample(self.methods, len(self.methods))]
+            for method in order.sample(self.methods, len(self.methods)):
+                keys.append({**shared, "method": method, "optimizer": optimizer_of(method, is_adam=self.adam)})
         return keys
 
     def _key(self, num_hosts: int, rate: float) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from torch import nn
 import gossip_modules as gm
 from benchmarks.by_hand import BlockingSGP, OverlappedSGP, PlainLoop
 from benchmarks.cluster import peers
-from benchmarks.cluster.network.place import Place, momentum_sgd
+from benchmarks.cluster.network.place import Place
 from benchmarks.contenders import PeriodicallyAveraged, Wrapped
 from gossip_modules.engine.measuring import NUM_MEASURED, NUM_WARM
 from gossip_modules.extend import Algorithm
+from gossip_modules.graph_manager.named_graphs import undirected_ring
 from gossip_modules.methods import read_algorithm
 
 SYNC_PERIOD = 10
@@ -47,7 +48,7 @@ class ClusterMethod:
 
 def _plain(kind: Callable[..., PlainLoop], **options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
     """A contender that needs the default process group only."""
-    return lambda model, place: kind(model, momentum_sgd, **options)
+    return lambda model, place: kind(model, place.make_optimizer, **options)
 
 
 def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
@@ -55,7 +56,7 @@ def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Mod
 
     def make(model: nn.Module, place: Place) -> PlainLoop:
         chosen = {name: value(place.world_size) if callable(value) else value for name, value in options.items()}
-        return Wrapped(model, momentum_sgd, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
+        return Wrapped(model, place.make_optimizer, wrap=lambda x: wrapper(x, timeout=place.timeout, **chosen))
 
     return make
 
@@ -63,14 +64,14 @@ def _ours(wrapper: Callable[..., nn.Module], **options: Any) -> Callable[[nn.Mod
 def _periodic(**options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
     """`GossipDataParallel` whose ranks train alone between averages over all of them."""
     return lambda model, place: PeriodicallyAveraged(
-        model, momentum_sgd, wrap=lambda x: gm.GossipDataParallel(x, timeout=place.timeout, **options)
+        model, place.make_optimizer, wrap=lambda x: gm.GossipDataParallel(x, timeout=place.timeout, **options)
     )
 
 
 def _dpwa(model: nn.Module, place: Place) -> PlainLoop:
     workers = {f"worker{rank}": f"tcp://{address}:{place.port}" for rank, address in enumerate(place.addresses)}
     wrap = partial(gm.PairwiseDataParallel, name=f"worker{place.rank}", peers=workers, timeout=place.timeout)
-    return Wrapped(model, momentum_sgd, wrap=wrap)
+    return Wrapped(model, place.make_optimizer, wrap=wrap)
 
 
 def _base_graph(n: int) -> nx.Graph:
@@ -87,10 +88,15 @@ OURS: Mapping[str, ClusterMethod] = {
     "sgp": ClusterMethod("SGP, one-peer exponential", _gossip()),
     "osgp": ClusterMethod("OSGP", _gossip(overlap=True)),
     "osgp-ring": ClusterMethod("OSGP, one-way ring", _gossip(overlap=True, graph=lambda n: gm.RingGraph(n))),
+    "sgp-2peers": ClusterMethod("SGP, two peers", _gossip(peers_per_itr=2)),
     "auto": ClusterMethod(
-        'SGP, overlap="auto"', _gossip(overlap="auto", max_staleness=2, wire_dtype="auto"), period=MEASURED_ROUNDS
+        'SGP, overlap="auto", wire_dtype="auto"',
+        _gossip(overlap="auto", wire_dtype="auto"),
+        period=MEASURED_ROUNDS,
     ),
+    "sgp-bf16": ClusterMethod("SGP, bfloat16 on the wire", _gossip(wire_dtype=torch.bfloat16)),
     "osgp-bf16": ClusterMethod("OSGP, bfloat16 on the wire", _gossip(overlap=True, wire_dtype=torch.bfloat16)),
+    "dpsgd-ring": ClusterMethod("D-PSGD, ring", _pairs(graph=undirected_ring)),
     "dpsgd": ClusterMethod("D-PSGD, pairs", _pairs(graph=gm.graph_manager.DynamicBipartiteExponentialGraph)),
     "dpsgd-overlap": ClusterMethod(
         "D-PSGD, pairs, overlapped", _pairs(graph=gm.graph_manager.DynamicBipartiteExponentialGraph, overlap=True)
@@ -158,7 +164,8 @@ OTHERS: Mapping[str, ClusterMethod] = {
     "hand-overlap": ClusterMethod("hand-written OSGP, one-way ring", _plain(OverlappedSGP)),
     "ddp": ClusterMethod("DDP", peers.ddp()),
     "ddp-view": ClusterMethod("DDP, gradient_as_bucket_view", peers.ddp(gradient_as_bucket_view=True)),
-    "ddp-fp16": ClusterMethod("DDP, fp16 hook", peers.ddp_fp16),
+    "ddp-fp16": ClusterMethod("DDP, fp16 hook", peers.ddp_hook("fp16_compress_hook")),
+    "ddp-bf16": ClusterMethod("DDP, bf16 hook", peers.ddp_hook("bf16_compress_hook")),
     "ddp-powersgd": ClusterMethod("DDP, PowerSGD hook, rank 1, one bucket", peers.ddp_power_sgd),
     "post-local": ClusterMethod(f"torch post-local SGD, period {peers.PERIOD}", peers.post_local, period=peers.PERIOD),
     "decent-ring": ClusterMethod("Decent-DP, ring", peers.decent(topology="ring")),
@@ -199,6 +206,16 @@ def method_of(name: str) -> ClusterMethod:
         raise ValueError(f"got the method {name!r}, expected an algorithm, or a short name; see --help")
     num_periods = 2 if getattr(algorithm.parts[0], "delay", 0) else 1
     return ClusterMethod(name, _periodic(algorithm=algorithm), period=num_periods * chosen.period)
+
+
+def optimizer_of(name: str, *, is_adam: bool) -> str:
+    """Return the optimizer of a method, of `OPTIMIZERS`: SGD, or the variant of Adam for its gradients.
+
+    Args:
+        name: see `method_of`.
+        is_adam: AdamW, or GossipAdamW in our methods, whose ranks step by their own gradients.
+    """
+    return "SGD" if not is_adam else "AdamW" if name == BOUND or name in OTHERS else "GossipAdamW"
 
 
 def require_methods(names: Sequence[str]) -> None:

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from benchmarks.by_hand import Loss, OptimizerFactory, PlainLoop
-from benchmarks.cluster.network.place import Place, momentum_sgd
+from benchmarks.cluster.network.place import Place
 from benchmarks.cluster.torchft_replica import Replica
 from benchmarks.contenders import DDP, DecentDP
 
@@ -25,16 +26,18 @@ PERIOD = 4
 
 def ddp(**options: Any) -> Make:
     """torch's DistributedDataParallel."""
-    return lambda model, place: DDP(model, momentum_sgd, **options)
+    return lambda model, place: DDP(model, place.make_optimizer, **options)
 
 
-def ddp_fp16(model: nn.Module, place: Place) -> PlainLoop:
-    """With gradients that travel in half precision."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+def ddp_hook(name: str) -> Make:
+    """With gradients that travel in half precision, by a hook of `torch`'s `default_hooks`."""
 
-    contender = DDP(model, momentum_sgd)
-    contender.replica.register_comm_hook(None, fp16_compress_hook)
-    return contender
+    def make(model: nn.Module, place: Place) -> PlainLoop:
+        contender = DDP(model, place.make_optimizer)
+        contender.replica.register_comm_hook(None, getattr(default_hooks, name))
+        return contender
+
+    return make
 
 
 def ddp_power_sgd(model: nn.Module, place: Place) -> PlainLoop:
@@ -45,7 +48,7 @@ def ddp_power_sgd(model: nn.Module, place: Place) -> PlainLoop:
     """
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-    contender = DDP(model, momentum_sgd, bucket_cap_mb=10_000)
+    contender = DDP(model, place.make_optimizer, bucket_cap_mb=10_000)
     state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     contender.replica.register_comm_hook(state, powerSGD_hook)
     return contender
@@ -57,7 +60,7 @@ def post_local(model: nn.Module, place: Place) -> PlainLoop:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    contender = DDP(model, momentum_sgd)
+    contender = DDP(model, place.make_optimizer)
     alone, _ = dist.new_subgroups(group_size=1)
     state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=0)
     contender.replica.register_comm_hook(state, post_localSGD_hook)
@@ -68,7 +71,7 @@ def post_local(model: nn.Module, place: Place) -> PlainLoop:
 
 def decent(*, topology: str) -> Make:
     """Decent-DP; see `DecentDP`."""
-    return lambda model, place: DecentDP(model, momentum_sgd, topology=topology)
+    return lambda model, place: DecentDP(model, place.make_optimizer, topology=topology)
 
 
 class _TorchFT(PlainLoop):
@@ -150,7 +153,7 @@ def torchft_local(model: nn.Module, place: Place) -> PlainLoop:
     def enter(m: nn.Module, inner: torch.optim.Optimizer) -> Any:
         return LocalSGD(replica.manager, m, inner, sync_every=PERIOD)
 
-    return _TorchFT(model, momentum_sgd, enter, replica)
+    return _TorchFT(model, place.make_optimizer, enter, replica)
 
 
 def torchft_diloco(model: nn.Module, place: Place) -> PlainLoop:
@@ -163,4 +166,4 @@ def torchft_diloco(model: nn.Module, place: Place) -> PlainLoop:
         outer = torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         return DiLoCo(replica.manager, [m], inner, outer, sync_every=PERIOD, pin_memory=False)
 
-    return _TorchFT(model, momentum_sgd, enter, replica)
+    return _TorchFT(model, place.make_optimizer, enter, replica)

@@ -53,7 +53,7 @@ def _answer(
         trial = Trial.from_message(message)
         own_store = dist.PrefixStore(f"{trial.number}", store)
         limit = timedelta(seconds=trial.limit_seconds)
-        return measure(trial, Place(rank, addresses, controls, own_store, trial.number, limit))
+        return measure(trial, Place(rank, addresses, controls, own_store, trial.number, limit, trial.optimizer))
     except Exception as error:  # noqa: BLE001 (a row of the table; whoever started this process then ends it)
         traceback.print_exc()
         return {"error": last_line(error)}

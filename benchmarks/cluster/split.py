@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 from benchmarks.by_hand import BlockingSGP, OverlappedSGP, PlainLoop, RingLoop
 from benchmarks.contenders import PeriodicallyAveraged
@@ -38,8 +38,8 @@ class Split:
         self._num_pending, self._wire_start = 0, 0.0  # exchanges under way, and when the first of them was posted
         self._contender = contender
         optimizer: Any = getattr(contender, "optimizer", None)  # Decent-DP keeps it to itself
-        is_plain = type(optimizer) is torch.optim.SGD and not optimizer._optimizer_step_post_hooks
-        if is_plain:  # and does not average models too
+        averages = isinstance(optimizer, PostLocalSGDOptimizer)
+        if optimizer is not None and not averages and not optimizer._optimizer_step_post_hooks:
             optimizer.step = self._timed(OPTIMIZER, optimizer.step)
         model = contender.model
         gossips = isinstance(model, GossipDataParallel) and not isinstance(contender, PeriodicallyAveraged)

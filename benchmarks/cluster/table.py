@@ -21,6 +21,7 @@ COLUMNS = (
     *(
         "first_round_s",
         "num_parameters",
+        "optimizer",
         "planned_ms",
         "planned_steps",
         "spread",

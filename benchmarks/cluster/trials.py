@@ -32,6 +32,7 @@ class Trial:
         delays: of the ranks.
         limit_seconds: for the whole trial, and for every wait in it.
         num_parameters: of the model, about.
+        optimizer: a name of OPTIMIZERS.
     """
 
     method: str
@@ -41,6 +42,7 @@ class Trial:
     delays: Delays
     limit_seconds: float
     num_parameters: float
+    optimizer: str = "SGD"
 
     def as_message(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.cluster.network.links import DATA
+from gossip_modules import GossipAdamW
 
-
-def momentum_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of every method: SGD with momentum, in one pass over memory."""
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True)
+OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter], int], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters, _: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True),
+    "AdamW": lambda parameters, _: torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95)),
+    "GossipAdamW": lambda parameters, n: GossipAdamW(parameters, lr=1e-3, betas=(0.9, 0.95), num_ranks=n),
+}
+"""The optimizer of all methods, or of those with mean gradients and of the others, from parameters and ranks."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Place:
         store: that all share; over the network that is not shaped.
         number: of the trial, so that no port is used twice.
         timeout: for every wait.
+        optimizer: of the method, a name of OPTIMIZERS.
     """
 
     rank: int
@@ -41,11 +45,16 @@ class Place:
     store: dist.Store
     number: int
     timeout: timedelta
+    optimizer: str = "SGD"
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
         return len(self.addresses)
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of a rank's parameters."""
+        return OPTIMIZERS[self.optimizer](parameters, self.world_size)
 
     @property
     def port(self) -> int:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import Tensor
 from benchmarks.by_hand import PlainLoop
 from benchmarks.cluster.__main__ import Cluster, main
 from benchmarks.cluster.delays import Delays
-from benchmarks.cluster.methods import CLUSTER_METHODS, method_of, require_methods
+from benchmarks.cluster.methods import CLUSTER_METHODS, method_of, optimizer_of, require_methods
 from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
 from benchmarks.cluster.network.namespaces import ClusterUnavailableError
@@ -517,6 +518,21 @@ def test_texts_of_algorithms_are_methods_with_their_periods() -> None:
     for name in ("DiLoCo(every=8)", "SGP()"):
         with pytest.raises(ValueError, match=re.escape(f"got the method {name!r}, expected")):
             method_of(name)
+
+
+@pytest.mark.usefixtures("own_group")
+@pytest.mark.parametrize("method", ["local", "ddp-fp16", "ddp-bf16", "sgp-bf16", "LocalSGD(sync_every=10)"])
+def test_a_rank_trains_by_the_optimizer_of_its_row(method: str) -> None:
+    place = Place(0, ["here"], ["here"], dist.HashStore(), 0, timedelta(seconds=60))
+    place.join()
+    for is_adam in (False, True):
+        own = replace(place, optimizer=optimizer_of(method, is_adam=is_adam))
+        contender = method_of(method).make(WaitedModel(1e4, compute_seconds=0.0), own)
+        assert type(contender.optimizer).__name__ == own.optimizer
+        contender.step(lambda model: model(torch.zeros(())))
+        assert contender.optimizer.state, "it has stepped"
+        contender.close()
+    assert own.optimizer == ("AdamW" if method in ("local", "ddp-fp16", "ddp-bf16") else "GossipAdamW")
 
 
 @pytest.fixture

@@ -79,6 +79,11 @@ def test_trials_are_resumed(tmp_path: Path, trials: list[tuple[str, float]]) -> 
     assert len(trials) == 18, "with other steps too"
     assert set(pd.read_csv(tmp_path / "out" / "cluster.csv")["planned_steps"]) == {24}
     assert set(pd.read_csv(output)["planned_steps"]) == {12, 24}
+    assert Cluster(methods=("ddp", "sgp"), repeats=1, adam=True, **shared).main() == 0
+    assert len(trials) == 22, "by AdamW too"
+    rows = pd.read_csv(output)
+    by_adam = rows[rows["optimizer"] != "SGD"]
+    assert set(zip(by_adam["method"], by_adam["optimizer"])) == {("ddp", "AdamW"), ("sgp", "GossipAdamW")}
 
 
 def test_the_table_is_of_all_pieces(
