@@ -17,7 +17,9 @@ import torch
 from benchmarks.studies.computed import Computed
 from benchmarks.studies.consensus import CONSENSUS
 from benchmarks.studies.goodput import GOODPUT
+from benchmarks.studies.graphs import GRAPH_STUDIES
 from benchmarks.studies.images import IMAGES
+from benchmarks.studies.lab import LAB
 from benchmarks.studies.language import LANGUAGE
 from benchmarks.studies.regions import REGIONS
 from benchmarks.studies.study import Study, Trainings
@@ -28,7 +30,7 @@ from benchmarks.studies.wagma_ablations import ABLATIONS
 
 STUDIES: Mapping[str, Study] = {**IMAGES, **ABLATIONS, **LANGUAGE, **TRANSLATION, **REGIONS, **UNEVEN}
 """The studies by name."""
-COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT}
+COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT, **LAB, **GRAPH_STUDIES}
 """The studies without training by name."""
 
 
