@@ -266,6 +266,7 @@ def compare(
     evaluate: Callable[[nn.Module], float] | None = None,
     every: int = 10,
     num_parameters: int | None = None,
+    by: str = "",
     path: str | Path | None = None,
     progress: bool = True,
 ) -> Result:
@@ -292,6 +293,8 @@ def compare(
             `every` is then a tick of the fastest worker's step. None: all workers are connected.
         every: steps from one point of a curve to the next.
         num_parameters: the number of float32 parameters for the computation of seconds and bytes; None: this model.
+        by: "vmap" computes the losses of all workers at once, "loop" one after another, which is faster for
+            convolutions on a CPU; "" takes vmap if the model allows it. Workers of a `world` compute one by one.
         path: a CSV file for the rows of each cell, written when the cell ends. Cells in the file are not run again.
             Its column `setting` is a hash of the arguments that all cells share, see `setting_of`.
         progress: whether to show the present step on a terminal.
@@ -311,13 +314,16 @@ def compare(
         raise ValueError(f"got steps={steps}, expected at least 1")
     if every < 1:
         raise ValueError(f"got every={every}, expected at least 1: the steps from one point of a curve to the next")
+    if by not in ("", "vmap", "loop"):
+        raise ValueError(f"got by={by!r}, expected 'vmap' or 'loop'; leave it out to take vmap if the model allows it")
     for event in events:
         if not 0 < event.step < steps:
             raise ValueError(f"got {event} in a run of {steps} steps, expected a step from 1 to {steps - 1}")
     task = LabTask(model, loss, data, optimizer, scheduler, evaluate)
     compute = compute or Compute(0.1)
     network = Network(network) if isinstance(network, str) else network
-    shared = setting_of(task, compute, network, events, every, num_parameters, *([] if world is None else [world]))
+    given = [each for each in (world, by) if each]
+    shared = setting_of(task, compute, network, events, every, num_parameters, *given)
     cells = []
     for seed in seeds:
         for n in workers:
@@ -339,7 +345,7 @@ def compare(
 
     def training_of(plan: LabPlan, setting: Setting) -> LabTraining | MailTraining:
         if world is None:
-            return LabTraining(plan, setting, task, events)
+            return LabTraining(plan, setting, task, events, by=by)
         return MailTraining(plan, setting, task, world, events)
 
     for _, plan, setting in left:  # refuses what cannot be, before anything is trained

@@ -420,6 +420,17 @@ def test_compare_gives_a_curve_for_each_cell() -> None:
     assert str(compared().rows) == str(result.rows)
 
 
+@pytest.mark.parametrize("by", ["vmap", "loop"])
+def test_compare_computes_the_workers_as_it_is_told(by: str) -> None:
+    result = compared(seeds=[1], workers=[2], by=by)
+    assert [row["by"] for row in result.last] == [by, by]
+
+
+def test_another_way_to_compute_is_refused() -> None:
+    with pytest.raises(ValueError, match="got by='map', expected 'vmap' or 'loop'; leave it out"):
+        compared(by="map")
+
+
 def test_a_cell_that_is_done_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cells.csv"
     first = compared(seeds=[1], path=path)
@@ -445,6 +456,7 @@ def test_a_cell_that_is_done_is_not_run_again(tmp_path: Path, monkeypatch: pytes
         {"optimizer": sgd(0.8)},
         {"network": "1 Gbit/s"},
         {"every": 3},
+        {"by": "loop"},
         {"events": [Join(3)]},
         {"data": lambda *_: data(1, 1, torch.Generator())},
         {"model": lambda: Net(has_norm=True).double()},
