@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -69,12 +70,14 @@ class Study:
         tuning: the share of the steps in a training that chooses a rate.
         points: the number of points of a curve.
         compute, network, num_parameters: see `compare`.
+        by: see `compare`; on the CPU only.
+        has_device: whether `task` has the argument `device`.
         optimizers: makes the optimizer of a method, by its name; a method without an entry has the task's.
         train: trains once, by (study, task, values of `KEY`, seed), and returns the points of the curve by `COLUMNS`.
             A column may be missing. None: by `compare`.
     """
 
-    task: Callable[[], StudyTask]
+    task: Callable[..., StudyTask]
     methods: Callable[[int], Mapping[str, Any]]
     cells: tuple[tuple[int, int, int], ...]
     rates: tuple[float, ...]
@@ -83,6 +86,8 @@ class Study:
     compute: Compute = field(default_factory=lambda: Compute(0.1))
     network: Network = field(default_factory=lambda: Network("1 Gbit/s"))
     num_parameters: int | None = None
+    by: str = ""
+    has_device: bool = False
     optimizers: Mapping[str, Callable[[list[nn.Parameter], float], Optimizer]] = field(default_factory=dict)
     train: Callable[[Study, StudyTask, Mapping[str, Any], int], list[dict[str, Any]]] | None = None
 
@@ -112,12 +117,15 @@ class Trainings:
         study: the study.
         path: the CSV file.
         minutes: no training begins after them.
+        device: the device of the models, as torch names it.
     """
 
-    def __init__(self, study: Study, path: Path, minutes: float) -> None:
+    def __init__(self, study: Study, path: Path, minutes: float, device: str = "cpu") -> None:
         self.study, self.path, self.end = study, path, time.monotonic() + 60 * minutes
-        self.rows, self.task = rows_in(path, COLUMNS), study.task()
+        self.rows, self.task = rows_in(path, COLUMNS), study.task(device=device) if study.has_device else study.task()
         self.made = {name: value for name, value in provenance(0).items() if name in ("commit", "command")}
+        if device != "cpu":
+            self.study, self.made["machine"] = replace(study, by=""), torch.cuda.get_device_name(device)
 
     def run(self) -> bool:
         """Run the trainings that have no rows; returns whether all have rows now."""
@@ -196,6 +204,7 @@ def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int)
         network=study.network,
         compute=study.compute,
         num_parameters=study.num_parameters,
+        by=study.by,
         every=steps if key["is_tuning"] else max(steps // study.points, 1),
         progress=False,
     )

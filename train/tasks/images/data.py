@@ -187,10 +187,10 @@ def _digits(source: Source) -> tuple[Images, Images]:
 def _cifar10(source: Source) -> tuple[Images, Images]:
     """CIFAR-10, held in memory; shifts of up to four pixels and mirroring."""
     if source.download:
-        splits = _torchvision_cifar10(Path(source.folder), download=True)
+        splits = torchvision_cifar10(Path(source.folder), download=True)
     else:
         try:
-            splits = read_cifar10(Path(source.folder), read_python=_torchvision_cifar10)
+            splits = read_cifar10(Path(source.folder), read_python=torchvision_cifar10)
         except ValueError as error:
             raise ValueError(f"{error}; pass --download, or --data-dir with what has it") from error
     train, test = splits
@@ -200,7 +200,7 @@ def _cifar10(source: Source) -> tuple[Images, Images]:
     )
 
 
-def _torchvision_cifar10(folder: Path, *, download: bool = False) -> Splits:
+def torchvision_cifar10(folder: Path, *, download: bool = False) -> Splits:
     """By torchvision, which compares the checksum of each file of cifar-10-batches-py before it reads it."""
     from torchvision.datasets import CIFAR10
 
