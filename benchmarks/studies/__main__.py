@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.studies.compression import COMPRESSION
 from benchmarks.studies.computed import Computed
 from benchmarks.studies.consensus import CONSENSUS
 from benchmarks.studies.goodput import GOODPUT
@@ -31,7 +32,7 @@ from benchmarks.studies.wagma_ablations import ABLATIONS
 
 STUDIES: Mapping[str, Study] = {**IMAGES, **RESNET, **ABLATIONS, **LANGUAGE, **TRANSLATION, **REGIONS, **UNEVEN}
 """The studies by name."""
-COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT, **LAB, **GRAPH_STUDIES}
+COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT, **LAB, **GRAPH_STUDIES, **COMPRESSION}
 """The studies without training by name."""
 
 

@@ -233,7 +233,7 @@ def planning_cells(rows: Callable[[], Any]) -> Iterator[Cell]:
             yield {"ranks": n, "budget": budget}, partial(planning, n, budget)
 
 
-def planning(num_ranks: int, budget: float, repeats: int = 3) -> Mapping[str, Any]:
+def planning(num_ranks: int, budget: float, repeats: int = 1) -> Mapping[str, Any]:
     """Return rho of a plan and its times, in seconds; beside it the joint optimum of p and alpha.
 
     Args:
