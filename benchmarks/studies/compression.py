@@ -3,8 +3,9 @@
     python -m benchmarks.studies compression --output benchmarks/results/compression.csv
 
 Compressors alone work on a normal vector as long as the parameters of ResNet-18. Methods run whole rounds on a
-ResNet-18 with its buffers, between two ranks of which the other is an `Echo`. "Encode" is the work of a sender in a round, and
-"decode" adds its own message and the message of one neighbour. Times are medians of the processor time of one thread.
+ResNet-18 with its buffers, between two ranks of which the other is an `Echo`. "Encode" is the work of a sender in a
+round, and "decode" adds its own message and the message of one neighbour. Times are medians of the processor time of
+one thread.
 """
 
 from __future__ import annotations
