@@ -142,9 +142,10 @@ check: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 # Warnings are errors: a link that leads nowhere, a name without a docstring, a page that no menu has. The variable silences
-# an advertisement. docs/voice.py says which pages do not speak to their reader.
+# an advertisement. docs/voice.py says which pages do not speak to their reader, benchmarks.claims which figures no row has.
 docs: $(DOCS_INSTALLED)
 	$(VENV)/bin/python docs/voice.py
+	$(VENV)/bin/python -m benchmarks.claims --check
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "open $(CURDIR)/build/docs/index.html"
 

@@ -24,6 +24,11 @@ DTYPES = {"commit": str, "data": str, "library": str, "victims": str, "named": s
 """Of columns that look like numbers, and are none."""
 
 
+def rows_of(csv: str, folder: Path = RESULTS) -> pd.DataFrame:
+    """The rows of a file of benchmarks/results/, or of another folder."""
+    return pd.read_csv(folder / csv, dtype=DTYPES)
+
+
 def commit() -> str:
     """The last commit that changed the library, with "+" where files of it differ from that."""
     if shutil.which("git") is None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.claims.registry import filled
 from benchmarks.pages.age import REVIEW, aged, reviewed_at, with_age
 from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import QUESTIONS, Page
@@ -59,20 +60,20 @@ def page(name: str) -> str:
     own = PAGES[name]
     rows = _read(own.csv)
     texts = [f"# {own.title}", MADE.format(csv=own.csv), *_figures(own, rows), *map(_part, own.parts)]
-    texts += ["## Setup", own.setup] if own.setup else []
+    texts += ["## Setup", filled(own.setup)] if own.setup else []
     return "\n\n".join([*texts, "## Measured with", *_remarks(own, rows), sources(rows)]) + "\n"
 
 
 def _figures(own: Page, rows: pd.DataFrame) -> list[str]:
     """The result, the summary and all rows, which are folded if there is a summary."""
     every = (own.render(rows) if own.render else table(rows, own.columns)).rstrip("\n")
-    return [own.text, *([own.summary(rows), fold("All rows", every)] if own.summary else [every])]
+    return [filled(own.text), *([own.summary(rows), fold("All rows", every)] if own.summary else [every])]
 
 
 def _part(own: Page) -> str:
     """A related measurement, folded."""
     rows = _read(own.csv)
-    setup = [own.setup] if own.setup else []
+    setup = [filled(own.setup)] if own.setup else []
     return fold(own.title, "\n\n".join([*_figures(own, rows), *setup, *_remarks(own, rows), sources(rows)]))
 
 
@@ -98,7 +99,7 @@ def index() -> str:
         if listed:
             texts.append(f"## {question or 'More'}")
             texts.append(
-                "\n".join(f"- [{own.title}]({name}.md). {own.result}".rstrip() for name, own in listed.items())
+                "\n".join(f"- [{own.title}]({name}.md). {filled(own.result)}".rstrip() for name, own in listed.items())
             )
     return "\n\n".join(texts) + "\n"
 

@@ -22,7 +22,8 @@ class Page:
     """A page and the CSV file it is made of.
 
     A page shows `text`, `summary`, all rows, `parts`, `setup` and the commands, in this order. All rows are folded if
-    there is a summary. `render` writes no command: each page ends with the commands of its rows.
+    there is a summary. `render` writes no command: each page ends with the commands of its rows. In `text`, `setup` and
+    `result`, `{subject.name}` stands for the text of a claim (`benchmarks.claims`).
 
     Attributes:
         title: of the page.

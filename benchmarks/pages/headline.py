@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pandas as pd
+from benchmarks.record import rows_of
 
-from benchmarks.record import DTYPES, RESULTS
+__all__ = ["IN_PART", "NO", "YES", "Headline", "by_effect", "by_limit", "by_ratio", "rows_of"]
 
 YES, IN_PART, NO = "yes", "in part", "**no**"
 ENOUGH = 0.8
@@ -34,11 +34,6 @@ class Headline:
     csvs: tuple[str, ...]
     page: str
     measure: Callable[[], tuple[str, str]]
-
-
-def rows_of(csv: str) -> pd.DataFrame:
-    """Return the rows of a file of benchmarks/results/."""
-    return pd.read_csv(RESULTS / csv, dtype=DTYPES)
 
 
 def by_effect(ours: float, theirs: float) -> str:

@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from benchmarks.pages.base import Page
-from benchmarks.pages.headline import rows_of
-from benchmarks.pages.markdown import grid, table
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, rows_of
+from benchmarks.studies.ends import ends, trainings
+from benchmarks.tables import grid, table
 
 Rule: TypeAlias = Callable[[pd.DataFrame], bool]
+__all__ = ["all_rows", "ends", "has", "has_trainings", "progress", "study_page", "together", "trainings"]
 COLUMNS = {
     "method": ("method", "s"),
     "workers": ("workers", "d"),
@@ -64,38 +65,6 @@ def has(columns: tuple[str, ...], *needed: tuple[Any, ...]) -> Rule:
 def has_trainings(*needed: tuple[str, int]) -> Rule:
     """Return a rule: a training of each of these methods and numbers of workers has ended."""
     return lambda rows: has(("method", "workers"), *needed)(trainings(rows))
-
-
-def trainings(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the last row of each training with all its steps, with its accuracy in percent."""
-    found = rows[~rows["is_tuning"] & (rows["step"] == rows["steps"])]
-    return found.assign(accuracy=100 - found["test"])
-
-
-def ends(rows: pd.DataFrame, base: str) -> pd.DataFrame:
-    """Return the ends of each method with each number of workers, in the mean over seeds, the best first.
-
-    Args:
-        rows: of a study.
-        base: the method that others are compared with, on the seeds that both have.
-
-    Returns:
-        method, workers, rate, seeds, accuracy, lowest, highest, gap (points below the base), megabytes of a worker,
-        seconds.
-    """
-    last = trainings(rows)
-    found = []
-    for workers, own in last.groupby("workers", sort=True):
-        accuracies = own.pivot(index="seed", columns="method", values="accuracy")
-        others = own.groupby("method")[["rate", "megabytes", "seconds"]].mean()
-        for method, each in accuracies.items():
-            gap = (accuracies[base] - each).mean() if base in accuracies else float("nan")
-            spread = each.count(), each.mean(), each.min(), each.max(), gap
-            found.append(
-                (method, workers, others["rate"][method], *spread, *others.loc[method, ["megabytes", "seconds"]])
-            )
-    names = ("method", "workers", "rate", "seeds", "accuracy", "lowest", "highest", "gap", "megabytes", "seconds")
-    return pd.DataFrame(found, columns=list(names)).sort_values(["workers", "accuracy"], ascending=[True, False])
 
 
 def all_rows(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]], scores: str, form: str) -> str:

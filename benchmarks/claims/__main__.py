@@ -1,0 +1,7 @@
+"""python -m benchmarks.claims"""
+
+import sys
+
+from benchmarks.claims.command import main
+
+sys.exit(main())

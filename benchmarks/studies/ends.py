@@ -1,0 +1,37 @@
+"""The ends of the trainings of a study, from its CSV file."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+
+def trainings(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the last row of each training with all its steps, with its accuracy in percent."""
+    found = rows[~rows["is_tuning"] & (rows["step"] == rows["steps"])]
+    return found.assign(accuracy=100 - found["test"])
+
+
+def ends(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+    """Return the ends of each method with each number of workers, in the mean over seeds, the best first.
+
+    Args:
+        rows: of a study.
+        base: the method that others are compared with, on the seeds that both have.
+
+    Returns:
+        method, workers, rate, seeds, accuracy, lowest, highest, gap (points below the base), megabytes of a worker,
+        seconds.
+    """
+    last = trainings(rows)
+    found = []
+    for workers, own in last.groupby("workers", sort=True):
+        accuracies = own.pivot(index="seed", columns="method", values="accuracy")
+        others = own.groupby("method")[["rate", "megabytes", "seconds"]].mean()
+        for method, each in accuracies.items():
+            gap = (accuracies[base] - each).mean() if base in accuracies else float("nan")
+            spread = each.count(), each.mean(), each.min(), each.max(), gap
+            found.append(
+                (method, workers, others["rate"][method], *spread, *others.loc[method, ["megabytes", "seconds"]])
+            )
+    names = ("method", "workers", "rate", "seeds", "accuracy", "lowest", "highest", "gap", "megabytes", "seconds")
+    return pd.DataFrame(found, columns=list(names)).sort_values(["workers", "accuracy"], ascending=[True, False])

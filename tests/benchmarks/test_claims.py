@@ -1,0 +1,77 @@
+"""Figures of hand-written pages are those of the CSV files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchmarks.claims import command, registry
+from benchmarks.claims.base import Claim
+from benchmarks.record import DTYPES, RESULTS
+
+
+def test_all_pages_have_the_texts_of_the_rows() -> None:
+    assert list(command.wrong()) == [], "run python -m benchmarks.claims"
+
+
+def test_all_claims_are_on_a_page() -> None:
+    assert [name for name, found in command.places().items() if not found] == []
+
+
+def test_a_changed_row_is_found_on_each_page_that_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in RESULTS.glob("*.csv"):
+        (tmp_path / path.name).symlink_to(path)
+    rows = pd.read_csv(RESULTS / "elastic.csv", dtype=DTYPES)
+    rows.loc[rows["method"] == "SGP", "slowest_after_kill_ms"] = 4321.0
+    (tmp_path / "elastic.csv").unlink()
+    rows.to_csv(tmp_path / "elastic.csv", index=False)
+    found = [line for line in command.wrong(tmp_path) if "elastic.sentence" in line]
+    assert [line.partition(":")[0] for line in found] == ["README.md", "docs/index.md"]
+    assert all("expected '\\nIn " in line and "4321 ms" in line for line in found)
+    monkeypatch.setattr(command, "wrong", lambda: iter(found))
+    assert command.main(["--check"]) == 1
+    assert "error: README.md:" in capsys.readouterr().out
+
+
+@pytest.fixture
+def _one_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    claim = Claim(("x.csv",), "the sum of ms", lambda rows: rows["ms"].sum(), "{:.0f} ms in all")
+    monkeypatch.setattr(registry, "CLAIMS", {"step.sum": claim})
+    (tmp_path / "x.csv").write_text("ms\n1\n2\n")
+
+
+@pytest.mark.usefixtures("_one_claim")
+def test_a_page_is_rewritten_in_place_and_keeps_its_line_breaks(tmp_path: Path) -> None:
+    page = "It took **<!--claim step.sum-->3 ms in\nall<!--/-->**, | <!--claim step.sum-->9<!--/--> |\n"
+    assert registry.rendered(page, tmp_path) == page.replace(">9<", ">3 ms in all<")
+    (fault,) = registry.faults(page, tmp_path)
+    assert (fault.line, fault.claim, fault.got, fault.expected) == (2, "step.sum", "9", "3 ms in all")
+    assert registry.plain(page) == "It took **3 ms in\nall**, | 9 |\n"
+    block = "<!--claim step.sum-->\n9\n<!--/-->\n"
+    assert registry.rendered(block, tmp_path) == "<!--claim step.sum-->\n3 ms in all\n<!--/-->\n"
+    assert registry.filled("It took {step.sum} of {'rate': 0.1}.", tmp_path) == "It took 3 ms in all of {'rate': 0.1}."
+
+
+@pytest.mark.usefixtures("_one_claim")
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("It took <!--claim step.summ-->3<!--/-->.", "expected one such as step.sum;"),
+        ("It took <!--claim step.sum-->3 ms.", "one after the other"),
+        ("It took 3<!--/--> ms.", "one after the other"),
+        ("x\n- <!--claim step.sum-->3 ms in all<!--/-->.", "a word before it in the line"),
+    ],
+)
+def test_a_place_that_cannot_be_read_is_a_fault(page: str, expected: str, tmp_path: Path) -> None:
+    assert expected in [fault.expected for fault in registry.faults(page, tmp_path)][-1]
+
+
+def test_the_list_names_text_files_rows_and_pages() -> None:
+    found = "\n".join(command.listed())
+    assert "default.osgp_1: " in found
+    assert "    default_cells.csv: method osgp, rate_gbit 1: " in found
+    assert "on docs/faq.md:" in found
