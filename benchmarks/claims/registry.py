@@ -27,7 +27,7 @@ AT_START = re.compile(rf"^[ \t]*(?:[-*+>] +|\d+\. +)*{BEGIN}[\w.]*-->(?!\n)", fl
 
 
 @dataclass(frozen=True)
-class Fault:
+class WrongPlace:
     """A place where a page is wrong.
 
     Attributes:
@@ -77,22 +77,22 @@ def _shown(found: re.Match[str], folder: Path) -> str:
     return found[2] if found[2].split() == expected.split() else expected
 
 
-def faults(text: str, folder: Path = RESULTS) -> Iterator[Fault]:
+def faults(text: str, folder: Path = RESULTS) -> Iterator[WrongPlace]:
     """Yield the places where a page is not what the CSV files say, or where a comment is not readable."""
     for found in PLACE.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
         try:
             expected = _shown(found, folder)
         except ValueError as error:
-            yield Fault(line, found[1], found[2], str(error))
+            yield WrongPlace(line, found[1], found[2], str(error))
             continue
         if found[2] != expected:
-            yield Fault(line, found[1], found[2], expected)
+            yield WrongPlace(line, found[1], found[2], expected)
     rest = PLACE.sub(lambda found: "\n" * found[0].count("\n"), text)
     for mark in (BEGIN, END):
         if mark in rest:
             line = rest.count("\n", 0, rest.index(mark)) + 1
-            yield Fault(line, "", mark, f"{BEGIN}NAME-->text{END}, one after the other")
+            yield WrongPlace(line, "", mark, f"{BEGIN}NAME-->text{END}, one after the other")
     for found in AT_START.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
-        yield Fault(line, "", found[0], "a word before it in the line, since Markdown takes this line for HTML")
+        yield WrongPlace(line, "", found[0], "a word before it in the line, since Markdown takes this line for HTML")
