@@ -125,7 +125,7 @@ def test_the_command_writes_the_short_trainings_first(tmp_path: Path, monkeypatc
     assert rows["step"].tolist() == [1, 2, 2, 4]
     assert set(rows["by"]) == {"loop"}
     assert rows["test"].between(0, 100).all()
-    assert [steps for _, steps, _ in own.cells] == [702, 10_530, 10_530]
+    assert [steps for _, steps, _ in own.cells] == [351, 10_530, 10_530]
 
 
 def test_a_study_for_the_cpu_refuses_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
