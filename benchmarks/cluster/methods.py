@@ -23,6 +23,8 @@ from gossip_modules.methods import read_algorithm
 
 SYNC_PERIOD = 10
 """Rounds from one global average of WAGMA to the next: its default."""
+EXACT_PERIOD = 8
+"""Rounds of SGP from one exact average to the next."""
 MEASURED_ROUNDS = NUM_WARM + NUM_MEASURED + 1
 """Steps of overlap="auto" before its choice, so that the steps that are timed come after it."""
 
@@ -89,6 +91,11 @@ OURS: Mapping[str, ClusterMethod] = {
     "osgp": ClusterMethod("OSGP", _gossip(overlap=True)),
     "osgp-ring": ClusterMethod("OSGP, one-way ring", _gossip(overlap=True, graph=lambda n: gm.RingGraph(n))),
     "sgp-2peers": ClusterMethod("SGP, two peers", _gossip(peers_per_itr=2)),
+    "sgp-exact": ClusterMethod(
+        f"SGP, each {EXACT_PERIOD}th round exact",
+        _gossip(schedule=gm.Schedule(average_every=EXACT_PERIOD)),
+        period=EXACT_PERIOD,
+    ),
     "auto": ClusterMethod(
         'SGP, overlap="auto", wire_dtype="auto"',
         _gossip(overlap="auto", wire_dtype="auto"),
