@@ -157,7 +157,7 @@ class Network:
         message_byte_s: bytes of messages that the processor of a worker sends per second, while it receives as many.
             This time is not hidden under computation. The default of infinity is of workers whose computation leaves
             processors free, as on a GPU. Where processors compute all the time, take 1.5e9 for a core of its own
-            (benchmarks/results/default_cells.csv), divided by the number of processes that share a core.
+            (benchmarks/results/clock_cells.csv), divided by the number of processes that share a core.
         seed: the seed of the choice of slow links.
 
     Raises:
