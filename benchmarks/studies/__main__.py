@@ -17,6 +17,7 @@ import torch
 from benchmarks.studies.compression import COMPRESSION
 from benchmarks.studies.computed import Computed
 from benchmarks.studies.consensus import CONSENSUS
+from benchmarks.studies.crossover import CROSSOVER
 from benchmarks.studies.goodput import GOODPUT
 from benchmarks.studies.graphs import GRAPH_STUDIES
 from benchmarks.studies.images import IMAGES
@@ -30,7 +31,16 @@ from benchmarks.studies.uneven import UNEVEN
 from benchmarks.studies.utilisation import UTILISATION
 from benchmarks.studies.wagma_ablations import ABLATIONS
 
-STUDIES: Mapping[str, Study] = {**IMAGES, **RESNET, **ABLATIONS, **LANGUAGE, **TRANSLATION, **REGIONS, **UNEVEN}
+STUDIES: Mapping[str, Study] = {
+    **IMAGES,
+    **RESNET,
+    **ABLATIONS,
+    **LANGUAGE,
+    **TRANSLATION,
+    **REGIONS,
+    **UNEVEN,
+    **CROSSOVER,
+}
 """The studies by name."""
 COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT, **LAB, **GRAPH_STUDIES, **COMPRESSION}
 """The studies without training by name."""

@@ -1,14 +1,15 @@
 """Agreement without training: rounds and bits of compressed gossip on a ring of 8, and A2CiD2 on cycles.
 
     python -m benchmarks.studies consensus_codes --output benchmarks/results/consensus_codes.csv
+    python -m benchmarks.studies power_iterations --output benchmarks/results/power_iterations.csv
     python -m benchmarks.studies pairwise --output benchmarks/results/pairwise.csv
     python -m benchmarks.studies matcha_rho --output benchmarks/results/matcha_rho.csv
 
 The first is the experiment of `train.consensus` with matrices of normal numbers. Each code with a step size to tune
-tries four, evenly in the logarithm, with the first seed; the other seeds take the best one. In the second pairs of
-neighbours average at random times, each link at the rate 1/2, so that a worker has one exchange in a unit of time; the
-rates of A2CiD2 are those of the library. The third has the convergence rate rho of MATCHA's plans on its six published
-graphs.
+tries four, evenly in the logarithm, with the first seed; the other seeds take the best one. The second has PowerGossip
+with several ranks and power iterations in a round, in the same experiment. In the third pairs of neighbours average at
+random times, each link at the rate 1/2, so that a worker has one exchange in a unit of time; the rates of A2CiD2 are
+those of the library. The fourth has the convergence rate rho of MATCHA's plans on its six published graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gossip_modules.mixing_manager import best_step_size
 from gossip_modules.mixing_manager.momentum_rates import MomentumRates
 from train.consensus import Experiment, ring, run
 from train.consensus_experiment.data import make_matrices
-from train.consensus_experiment.methods import VARIANTS
+from train.consensus_experiment.methods import VARIANTS, Variant
 
 SEEDS = (1, 2, 3)
 TARGET, MOST_ROUNDS, RING = 0.01, 800, 8
@@ -39,10 +40,10 @@ CODES = (
 """Names of `train.consensus`."""
 
 
-def agreement(name: str, step_size: float, seed: int) -> dict[str, Any]:
-    """Return the rounds and megabits until the error is at most TARGET; NaN: it is not after MOST_ROUNDS."""
+def agreement(variant: Variant, step_size: float, seed: int, *, rounds: int = MOST_ROUNDS) -> dict[str, Any]:
+    """Return the rounds and megabits until the error is at most TARGET; NaN: it is not after `rounds`."""
     matrices = make_matrices("random", num_workers=RING, seed=seed, data_dir=Path("data"))
-    points = run(VARIANTS[name], step_size, matrices, steps=MOST_ROUNDS, seed=seed)
+    points = run(variant, step_size, matrices, steps=rounds, seed=seed)
     first = next((point for point in points if point["error"] <= TARGET), None)
     return {
         "rounds": math.nan if first is None else first["step"],
@@ -58,11 +59,12 @@ def code_cells(rows: Callable[[], Any]) -> Iterator[Cell]:
     for name in CODES:
         for step_size in experiment.step_sizes_of(name, round(best, 6)):
             key = {"method": name, "step_size": step_size, "run_seed": SEEDS[0]}
-            yield key, partial(agreement, name, step_size, SEEDS[0])
+            yield key, partial(agreement, VARIANTS[name], step_size, SEEDS[0])
     for seed in SEEDS[1:]:
         for name in CODES:
             step_size = best_step(rows(), name)
-            yield {"method": name, "step_size": step_size, "run_seed": seed}, partial(agreement, name, step_size, seed)
+            key = {"method": name, "step_size": step_size, "run_seed": seed}
+            yield key, partial(agreement, VARIANTS[name], step_size, seed)
 
 
 def best_step(rows: Any, name: str) -> float:
@@ -70,6 +72,27 @@ def best_step(rows: Any, name: str) -> float:
     own = rows[(rows["method"] == name) & (rows["run_seed"] == SEEDS[0])]
     order = own.sort_values(["rounds", "last_error"], na_position="last")
     return float(order["step_size"].iloc[0])
+
+
+# PowerGossip's power iterations.
+
+FACTORS = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (2, 16), (4, 8), (8, 4))
+"""Ranks, and power iterations in a round. From (1, 32) on all send messages of equal size."""
+
+
+def power_cells(rows: Callable[[], Any]) -> Iterator[Cell]:
+    """Yield a cell for each rank, number of iterations and seed, at the best step size of plain gossip."""
+    step_size = round(best_step_size(ring(RING)), 6)
+    for seed in SEEDS:
+        for rank, iterations in FACTORS:
+            variant = Variant("powergossip", {"rank": rank, "num_iterations": iterations})
+            key = {"rank": rank, "iterations": iterations, "run_seed": seed}
+            yield key, partial(_power_row, variant, step_size, seed, MOST_ROUNDS // iterations)
+
+
+def _power_row(variant: Variant, step_size: float, seed: int, rounds: int) -> Mapping[str, Any]:
+    found = agreement(variant, step_size, seed, rounds=rounds)
+    return {"step_size": step_size, **{name: found[name] for name in ("rounds", "megabits", "last_error")}}
 
 
 # Pairs at random times.
@@ -207,6 +230,9 @@ def _rho_row(index: int, budget: float) -> Mapping[str, Any]:
 CONSENSUS: Mapping[str, Computed] = {
     "consensus_codes": Computed(
         code_cells, ("method", "step_size", "run_seed", "rounds", "megabits", "last_error", "diverged")
+    ),
+    "power_iterations": Computed(
+        power_cells, ("rank", "iterations", "run_seed", "step_size", "rounds", "megabits", "last_error")
     ),
     "pairwise": Computed(
         pair_cells,

@@ -19,6 +19,7 @@ from benchmarks.pages.study_tables import ends, progress
 from benchmarks.record import DTYPES, PROVENANCE
 from benchmarks.studies import __main__ as studies
 from benchmarks.studies import images, uneven
+from benchmarks.studies.crossover import BATCH, CROSSOVER, NUM_IMAGES
 from benchmarks.studies.study import COLUMNS, Study
 from gossip_modules.lab import LabPlan, LabTask, Setting
 from gossip_modules.lab.comparison import LabTraining
@@ -190,6 +191,11 @@ def test_a_worker_draws_from_its_own_shard() -> None:
         images_, labels = task.batch(worker, 0, torch.Generator().manual_seed(0))
         assert images_.shape == (32, 16, 16, 3)
         assert set(labels.tolist()) <= set(task.labels[task.shards[worker]].tolist())
+
+
+def test_all_numbers_of_workers_of_the_crossover_learn_from_equal_numbers_of_images() -> None:
+    for workers, steps, _ in CROSSOVER["crossover"].cells:
+        assert workers * steps * BATCH == NUM_IMAGES
 
 
 def test_two_workers_are_late_in_each_step() -> None:

@@ -151,8 +151,17 @@ def test_a_sentence_has_whole_shares() -> None:
 
 
 def test_plain_gossip_agrees_after_seven_rounds() -> None:
-    row = consensus.agreement("plain", 1.3084, 0)
+    row = consensus.agreement(consensus.VARIANTS["plain"], 1.3084, 0)
     assert (row["rounds"], row["megabits"], row["diverged"]) == (7, 4.48, False)
+
+
+def test_power_iterations_have_equal_products_in_a_run() -> None:
+    keys = [key for key, _ in consensus.power_cells(list)]
+    assert len(keys) == len(consensus.FACTORS) * len(consensus.SEEDS)
+    name = {"rank": 1, "iterations": 32, "run_seed": 1}
+    row = next(compute for key, compute in consensus.power_cells(list) if key == name)()
+    assert 0 < row["rounds"] <= consensus.MOST_ROUNDS // 32
+    assert row["last_error"] <= consensus.TARGET
 
 
 def test_the_step_size_with_the_fewest_rounds_is_chosen_with_the_first_seed() -> None:
