@@ -155,13 +155,13 @@ def test_plain_gossip_agrees_after_seven_rounds() -> None:
     assert (row["rounds"], row["megabits"], row["diverged"]) == (7, 4.48, False)
 
 
-def test_power_iterations_have_equal_products_in_a_run() -> None:
+def test_a_run_of_power_iterations_ends_after_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [key for key, _ in consensus.power_cells(list)]
     assert len(keys) == len(consensus.FACTORS) * len(consensus.SEEDS)
-    name = {"rank": 1, "iterations": 32, "run_seed": 1}
-    row = next(compute for key, compute in consensus.power_cells(list) if key == name)()
-    assert 0 < row["rounds"] <= consensus.MOST_ROUNDS // 32
-    assert row["last_error"] <= consensus.TARGET
+    monkeypatch.setattr(consensus, "MOST_ROUNDS", 64)  # two rounds of 32 iterations
+    row = next(compute for key, compute in consensus.power_cells(list) if key["iterations"] == 32)()
+    assert math.isnan(row["rounds"])
+    assert consensus.TARGET < row["last_error"] < 1
 
 
 def test_the_step_size_with_the_fewest_rounds_is_chosen_with_the_first_seed() -> None:
