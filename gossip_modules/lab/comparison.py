@@ -233,7 +233,7 @@ class Result:
             count from the beginning of training, for one worker; `loss` is the mean training loss over workers,
             `evaluation` the result of `evaluate` for the averaged model, `consensus` the distance of the models from
             their mean, root mean square over workers, and `by` says whether the losses of all workers were computed at
-            once ("vmap") or one after another ("loop").
+            once ("vmap"; "compile": by one compiled function) or one after another ("loop").
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -294,7 +294,9 @@ def compare(
         every: steps from one point of a curve to the next.
         num_parameters: the number of float32 parameters for the computation of seconds and bytes; None: this model.
         by: "vmap" computes the losses of all workers at once, "loop" one after another, which is faster for
-            convolutions on a CPU; "" takes vmap if the model allows it. Workers of a `world` compute one by one.
+            convolutions on a CPU. "compile" makes one function of the losses and gradients of all workers by
+            `torch.compile`, which is faster for small models and needs a C++ compiler; see [Note: Compiled steps] of
+            `Models`. "": vmap, and the loop if the model does not allow it.
         path: a CSV file for the rows of each cell, written when the cell ends. Cells in the file are not run again.
             Its column `setting` is a hash of the arguments that all cells share, see `setting_of`.
         progress: whether to show the present step on a terminal.
@@ -314,8 +316,12 @@ def compare(
         raise ValueError(f"got steps={steps}, expected at least 1")
     if every < 1:
         raise ValueError(f"got every={every}, expected at least 1: the steps from one point of a curve to the next")
-    if by not in ("", "vmap", "loop"):
-        raise ValueError(f"got by={by!r}, expected 'vmap' or 'loop'; leave it out to take vmap if the model allows it")
+    if by not in ("", "vmap", "loop", "compile"):
+        raise ValueError(
+            f"got by={by!r}, expected 'vmap', 'loop' or 'compile'; leave it out to take vmap if the model allows it"
+        )
+    if by == "compile" and world is not None:
+        raise ValueError(f"got by='compile' with world={world}, expected one of them: its workers step one by one")
     for event in events:
         if not 0 < event.step < steps:
             raise ValueError(f"got {event} in a run of {steps} steps, expected a step from 1 to {steps - 1}")

@@ -123,6 +123,8 @@ class LabPlan:
         peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
         schedule: the steps with gossip and with averages over all.
         overlap: whether a round takes effect one step later, under the compute.
+        wire_dtype: torch.bfloat16 or torch.float16 rounds messages of models, as `wire_dtype=` of the wrappers does;
+            for D-PSGD, SGP, Overlap SGP and MATCHA. None: they are not rounded.
         is_recipe: whether the recipe chose the settings, so that other settings may be tried.
         is_text: whether a text names the method, so that its draws take the seed of the setting.
 
@@ -138,6 +140,7 @@ class LabPlan:
     peers_per_itr: int | Mapping[int, int] | None = None
     schedule: Schedule = field(default_factory=Schedule)
     overlap: bool = False
+    wire_dtype: torch.dtype | None = None
     is_recipe: bool = True
     is_text: bool = True
 
@@ -271,6 +274,11 @@ class LabPlan:
             raise ValueError(f"got events with {self.method.title}, expected none: {why}")
         if elastic and isinstance(chosen.made, Algorithm):
             chosen = replace(chosen, made=chosen.made.for_membership())
+        if self.wire_dtype is not None and self.method.name not in _ROUNDED:
+            raise ValueError(
+                f"got wire_dtype={self.wire_dtype} of {self.method.name} in the Lab, expected None, or a method of "
+                f"{', '.join(_ROUNDED)}"
+            )
         run = PlanRun(replace(self.resolved(len(workers)), chosen=chosen), setting, models, workers)
         make: Callable[[PlanRun], Running] | None = self.method.simulate or _RUNS.get(self.method.name)
         return PlanRun.rounds(run) if make is None else make(run)
@@ -392,8 +400,14 @@ class PlanRun:
             mixing = self.matcha_weights()
         else:
             mixing = default_mixing(self.graph(), push_sum=arguments["push_sum"])
-        clock = (OverlapClock if overlap else StepClock)(*self.cluster)
-        return Running(Stacked(DPSGD(), mixing, overlap=overlap), clock, plan.schedule)
+        compute, links, message = self.cluster
+        if plan.wire_dtype is not None:
+            code = Cast(plan.wire_dtype)
+            encode, decode = (passes * links.memory_seconds(self.model_bytes) for passes in CODE_PASSES[Cast])
+            message = MessageCost(float(code.num_bytes(int(self.model_bytes / 4), torch.float32)), encode, decode)
+        clock = (OverlapClock if overlap else StepClock)(compute, links, message, model_bytes=self.model_bytes)
+        driver = Stacked(DPSGD(), mixing, overlap=overlap, wire_dtype=plan.wire_dtype)
+        return Running(driver, clock, plan.schedule)
 
     def matcha_weights(self) -> MixingManager:
         """Return the weights of MATCHA's matchings."""
@@ -439,9 +453,11 @@ class PlanRun:
         return own_pace(Pull(*self.cluster, seed=self.setting.seed))
 
 
+_ROUNDED = ("dpsgd", "sgp", "osgp", "matcha")
+"""The methods whose messages the Lab rounds."""
 _RUNS: Mapping[str, Callable[[PlanRun], Running]] = {
     "ar": PlanRun.all_reduce,
-    **dict.fromkeys(("dpsgd", "sgp", "osgp", "matcha"), PlanRun.gossip),
+    **dict.fromkeys(_ROUNDED, PlanRun.gossip),
     **dict.fromkeys(("adpsgd", "a2cid2"), PlanRun.ad_psgd),
     "wagma": PlanRun.wagma,
     "dpwa": PlanRun.dpwa,

@@ -17,7 +17,7 @@ from gossip_modules.algorithms.d2 import D2
 from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.algorithms.diloco import DiLoCo
 from gossip_modules.algorithms.power_gossip import PowerGossip
-from gossip_modules.lab import Compute, Join, Kill, LabTask, Network, Result, Setting, compare
+from gossip_modules.lab import Compute, Join, Kill, LabTask, Mailbox, Network, Result, Setting, compare, models
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.lab.plan import LabPlan
 from gossip_modules.rounds.algorithm import Algorithm
@@ -170,6 +170,58 @@ def test_vmap_is_the_loop(what: str, has_norm: bool, monkeypatch: pytest.MonkeyP
     at_once, one_by_one = (trained(what, task(has_norm=has_norm), by=by) for by in ("vmap", "loop"))
     torch.testing.assert_close(at_once.models.x, one_by_one.models.x, rtol=0, atol=1e-9)
     torch.testing.assert_close(at_once.models.buffers, one_by_one.models.buffers, rtol=0, atol=1e-9)
+
+
+def test_a_compiled_step_is_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with batch normalisation, and parameters that its loss does not use, which AdamW would decay.
+
+    The backend writes no C++, which would take a minute.
+    """
+    by_aot = torch.compile(models._gradients, backend="aot_eager", dynamic=False)
+    monkeypatch.setattr(models, "_compiled", lambda: by_aot)
+
+    class Unused(Net):
+        def __init__(self) -> None:
+            super().__init__(has_norm=True)
+            self.unused = nn.Linear(3, 3)
+
+    def own() -> LabTask:
+        return LabTask(lambda: Unused().double(), loss, data, adam)
+
+    compiled, one_by_one = (trained("sgp", own(), by=by) for by in ("compile", "loop"))
+    assert compiled.models.by == "compile"
+    torch.testing.assert_close(compiled.models.x, one_by_one.models.x, rtol=0, atol=1e-9)
+    torch.testing.assert_close(compiled.models.buffers, one_by_one.models.buffers, rtol=0, atol=1e-9)
+
+
+def test_workers_of_a_mailbox_are_not_compiled() -> None:
+    with pytest.raises(ValueError, match=r"got by='compile' with world=Mailbox.*expected one of them"):
+        compare(
+            {"DiLoCo": DiLoCo(4)},
+            model=Net,
+            loss=loss,
+            data=data,
+            optimizer=adam,
+            workers=[2],
+            steps=4,
+            world=Mailbox(),
+            by="compile",
+        )
+
+
+@pytest.mark.parametrize("what", ["sgp", "osgp"])
+def test_rounded_messages_train_as_by_ranks(what: str) -> None:
+    own = LabTask(Net, loss, lambda *args: (data(*args)[0].float(), data(*args)[1]), adam)
+    overlap = {"overlap": True} if what == "osgp" else {}
+    real, _, sent = by_ranks(own, rounds="manual", wire_dtype=torch.bfloat16, **overlap)
+    training = trained(LabPlan.of(what, wire_dtype=torch.bfloat16), own)
+    torch.testing.assert_close(training.settle(), real, rtol=0, atol=1e-6)
+    assert training.sent_bytes == pytest.approx(sent, rel=0.1)
+
+
+def test_messages_that_the_lab_does_not_round_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got wire_dtype=torch.bfloat16 of adpsgd in the Lab, expected None"):
+        trained(LabPlan.of("adpsgd", wire_dtype=torch.bfloat16), task(), steps=0)
 
 
 @pytest.mark.parametrize("net", [{"dropout": 0.2}, {"has_branch": True}])
@@ -427,7 +479,7 @@ def test_compare_computes_the_workers_as_it_is_told(by: str) -> None:
 
 
 def test_another_way_to_compute_is_refused() -> None:
-    with pytest.raises(ValueError, match="got by='map', expected 'vmap' or 'loop'; leave it out"):
+    with pytest.raises(ValueError, match="got by='map', expected 'vmap', 'loop' or 'compile'; leave it out"):
         compared(by="map")
 
 
