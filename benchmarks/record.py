@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import hashlib
 import os
 import shlex
@@ -121,13 +122,15 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, seed: int) -> 
     before = provenance(seed)
     names = list({**before, **rows[0]})
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text() if path.exists() else ""
-    columns = next(csv.reader(text.splitlines()), None)
-    if columns not in (None, names):
-        raise ValueError(f"got a row with {names} for {path}, expected {columns}; choose another file")
-    if not text.endswith("\n"):
-        path.write_text(text[: text.rfind("\n") + 1])
-    with path.open("a", newline="") as file:
+    with path.open("a+", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # of another process that appends; until the file is closed
+        file.seek(0)
+        text = file.read()
+        columns = next(csv.reader(text.splitlines()), None)
+        if columns not in (None, names):
+            raise ValueError(f"got a row with {names} for {path}, expected {columns}; choose another file")
+        if not text.endswith("\n"):
+            file.truncate(len(text[: text.rfind("\n") + 1].encode()))
         writer = csv.DictWriter(file, names, lineterminator="\n")
         if columns is None:
             writer.writeheader()

@@ -1,7 +1,8 @@
 """Run a study: `python -m benchmarks.studies accuracy_bytes --output benchmarks/results/accuracy_bytes.csv`.
 
 The environment variable GOSSIP_DATA names the folder that has cifar10-jpeg.tar.gz and multi30k. Set OMP_NUM_THREADS=1.
-A training that has rows in the file is not run again, so the same command goes on with a study.
+A training that has rows in the file is not run again, so the same command goes on with a study. Several commands may
+write one file, if each has `--workers` of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from benchmarks.studies.compression import COMPRESSION
 from benchmarks.studies.computed import Computed
 from benchmarks.studies.consensus import CONSENSUS
 from benchmarks.studies.crossover import CROSSOVER
+from benchmarks.studies.default import DEFAULT
 from benchmarks.studies.goodput import GOODPUT
 from benchmarks.studies.graphs import GRAPH_STUDIES
 from benchmarks.studies.images import IMAGES
@@ -32,6 +34,7 @@ from benchmarks.studies.utilisation import UTILISATION
 from benchmarks.studies.wagma_ablations import ABLATIONS
 
 STUDIES: Mapping[str, Study] = {
+    **DEFAULT,
     **IMAGES,
     **RESNET,
     **ABLATIONS,
@@ -54,15 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", choices=[*STUDIES, *COMPUTED], metavar="name", help="the study: %(choices)s")
     parser.add_argument("--output", type=Path, required=True, help="the CSV file of the rows; required")
     parser.add_argument("--minutes", type=float, default=math.inf, help="the time after which no training begins")
+    parser.add_argument("--workers", type=int, nargs="*", help="train these numbers of workers only")
+    parser.add_argument("--quick", action="store_true", help="train each method for a few steps, to see that it runs")
     parser.add_argument("--device", default="cpu", help="the device of the models, such as cuda; resnet only")
     options = parser.parse_args(argv)
-    study = STUDIES.get(options.name)
-    if options.device != "cpu" and not (study and study.has_device):
+    if options.device != "cpu" and not (options.name in STUDIES and STUDIES[options.name].has_device):
         parser.error(f"got --device {options.device} for {options.name}, expected none: it trains on the CPU")
     torch.set_num_threads(1)
     if options.name in COMPUTED:
         return 0 if COMPUTED[options.name].run(options.output, options.minutes) else 3
-    return 0 if Trainings(STUDIES[options.name], options.output, options.minutes, options.device).run() else 3
+    study = STUDIES[options.name]
+    if options.workers:
+        study = study.of(options.workers)
+    if not study.cells:
+        numbers = sorted({workers for workers, _, _ in STUDIES[options.name].cells})
+        parser.error(f"got --workers {options.workers}, expected some of {numbers}")
+    study = study.quick() if options.quick else study
+    return 0 if Trainings(study, options.output, options.minutes, options.device).run() else 3
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from benchmarks.record import short_hash
 NUM_SYMBOLS, WIDTH, HEADS, LENGTH = 128, 32, 2, 32
 TEXT_BYTES, NUM_HELD = 4_500_000, 256
 """Of the text, and the number of sequences of the validation split and of the test split."""
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+"""Of AdamW."""
 _SCHULZ = (3.4445, -4.7750, 2.0315)  # as torch.optim.Muon
 
 
@@ -115,7 +117,7 @@ class Text:
         """See `StudyTask`."""
         if self.muon:
             return StackedMuon(parameters, rate)
-        return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+        return torch.optim.AdamW(parameters, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
     def score(self, model: nn.Module) -> tuple[float, float]:
         """See `StudyTask`: nats per symbol."""

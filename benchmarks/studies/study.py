@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ TUNING_SEED = 1
 """The seed of the trainings that choose a rate."""
 MORE_RATES = 2
 """The number of rates that are tried beyond the ends of the grid, at most."""
+QUICK_STEPS = 8
+"""The steps of the trainings of `Study.quick`."""
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter], float], Optimizer]
+"""Makes an optimizer from the parameters and the highest rate of the schedule."""
 WARM_UP = 0.1
 """The share of the steps in which the rate rises; it falls linearly to zero in the others."""
 
@@ -72,7 +76,8 @@ class Study:
         compute, network, num_parameters: see `compare`.
         by: see `compare`; on the CPU only.
         has_device: whether `task` has the argument `device`.
-        optimizers: makes the optimizer of a method, by its name; a method without an entry has the task's.
+        optimizers: makes the optimizers of methods by their names, from the number of workers; a method without an
+            entry has the task's.
         train: trains once, by (study, task, values of `KEY`, seed), and returns the points of the curve by `COLUMNS`.
             A column may be missing. None: by `compare`.
     """
@@ -88,8 +93,18 @@ class Study:
     num_parameters: int | None = None
     by: str = ""
     has_device: bool = False
-    optimizers: Mapping[str, Callable[[list[nn.Parameter], float], Optimizer]] = field(default_factory=dict)
+    optimizers: Callable[[int], Mapping[str, MakeOptimizer]] = lambda workers: {}
     train: Callable[[Study, StudyTask, Mapping[str, Any], int], list[dict[str, Any]]] | None = None
+
+    def of(self, workers: Sequence[int]) -> Study:
+        """Return the study with the cells of these numbers of workers only."""
+        return replace(self, cells=tuple(cell for cell in self.cells if cell[0] in workers))
+
+    def quick(self) -> Study:
+        """Return the study with one training of a few steps for each method with the fewest workers."""
+        workers, _, seed = min(self.cells)
+        cells = ((workers, QUICK_STEPS, seed),)
+        return replace(self, cells=cells, rates=self.rates[:1], points=2, by="")
 
     def next_rate(self, found: Mapping[float, float]) -> float | None:
         """Return the next rate to try; None: the best is known.
@@ -180,7 +195,7 @@ class Trainings:
 def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
     """Train by `compare`: see `Study.train`."""
     steps = key["steps"]
-    optimizer = study.optimizers.get(key["method"], task.optimizer)
+    optimizer = study.optimizers(key["workers"]).get(key["method"], task.optimizer)
     scores: list[tuple[float, float]] = []
 
     def evaluate(model: nn.Module) -> float:

@@ -209,7 +209,7 @@ TRANSLATION: Mapping[str, Study] = {
         rates=(0.004, 0.008, 0.002),
         tuning=0.15,
         points=4,
-        optimizers={name: gossip_adam for name in METHODS if "GossipAdamW" in name},
+        optimizers=lambda workers: {name: gossip_adam for name in METHODS if "GossipAdamW" in name},
     )
 }
 """The study by its name."""

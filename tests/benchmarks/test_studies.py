@@ -64,6 +64,23 @@ def run(monkeypatch: pytest.MonkeyPatch, path: Path, *options: str) -> int:
     return studies.main(["line", "--output", str(path), *options])
 
 
+def test_a_quick_study_trains_each_method_for_a_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "line.csv"
+    assert run(monkeypatch, path, "--quick") == 0
+    rows = pd.read_csv(path, dtype=DTYPES)
+    assert set(rows["method"]) == {"all-reduce", "SGP"}
+    assert set(zip(rows["workers"], rows["steps"], rows["rate"], rows["is_tuning"])) == {(2, 8, 0.05, False)}
+
+
+def test_numbers_of_workers_that_a_study_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "line.csv", "--workers", "3")
+    assert "got --workers [3], expected some of [2]" in capsys.readouterr().err
+    assert LINE.of([2]) == LINE
+
+
 def test_a_study_tunes_each_method_alike_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "line.csv"
     assert run(monkeypatch, path, "--minutes", "0") == 3

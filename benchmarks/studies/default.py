@@ -1,0 +1,74 @@
+"""The study of the default: a small decoder by 8 to 64 workers over 3,000 steps, by all-reduce and by gossip.
+
+The page docs/benchmarks/default.md joins its curves with the times of the emulated cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.studies.small_decoder import BETAS, WEIGHT_DECAY, Text
+from benchmarks.studies.study import MakeOptimizer, Study
+from gossip_modules import DiLoCo, GossipAdamW, LocalSGD, SlowMo
+from gossip_modules.lab import LabPlan
+from gossip_modules.schedule import Schedule
+
+STEPS, SEEDS = 3000, (1, 2, 3)
+RATES = (0.016, 0.032, 0.008, 0.004)
+GOSSIP: Mapping[str, Any] = {
+    "SGP": "sgp",
+    "Overlap SGP": "osgp",
+    "SGP, each 8th round exact": LabPlan.of("sgp", schedule=Schedule(average_every=8)),
+    "local SGD, H = 10": LocalSGD(sync_every=10),
+    "SGP, 2 peers": LabPlan.of("sgp", peers_per_itr=2),
+    "AD-PSGD": "adpsgd",
+    "DiLoCo, H = 30": DiLoCo(sync_every=30),
+    "SlowMo, H = 12": SlowMo(sync_every=12, gossip_every=1, inner_lr="optimizer"),
+    "D-PSGD ring": "dpsgd:ring",
+}
+"""Methods that train by GossipAdamW."""
+ROUNDED: Mapping[str, Any] = {
+    "SGP, bfloat16": LabPlan.of("sgp", wire_dtype=torch.bfloat16),
+    "Overlap SGP, bfloat16": LabPlan.of("osgp", wire_dtype=torch.bfloat16),
+}
+"""Methods with messages in bfloat16, for 8 workers."""
+
+
+def gossip_adamw(workers: int, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    """Return GossipAdamW with the settings that AdamW has in `Text`."""
+    return GossipAdamW(parameters, rate, BETAS, weight_decay=WEIGHT_DECAY, num_ranks=workers)
+
+
+def methods(workers: int) -> Mapping[str, Any]:
+    """Return all-reduce and SGP by AdamW, and all others by GossipAdamW."""
+    own = {**GOSSIP, **(ROUNDED if workers == 8 else {})}
+    by_gossip_adamw = {f"{name}, GossipAdamW": method for name, method in own.items()}
+    return {"all-reduce, AdamW": "ar", **by_gossip_adamw, "SGP, AdamW": "sgp"}
+
+
+def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
+    """Return GossipAdamW for the methods that have it in their names."""
+    make = partial(gossip_adamw, workers)
+    return {name: make for name in methods(workers) if name.endswith("GossipAdamW")}
+
+
+DEFAULT: Mapping[str, Study] = {
+    "language": Study(
+        partial(Text, 4),
+        methods,
+        cells=(
+            *((n, STEPS, SEEDS[0]) for n in (8, 16, 32, 64)),
+            *((n, STEPS, seed) for n in (8, 16) for seed in SEEDS[1:]),
+        ),
+        rates=RATES,
+        points=60,
+        by="compile",
+        optimizers=optimizers,
+    )
+}
+"""The study by its name. A worker reads four sequences of 32 symbols in each step."""
