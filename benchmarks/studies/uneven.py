@@ -97,8 +97,8 @@ METHODS: Mapping[str, Any] = {
     "local SGD, 8": "LocalSGD(sync_every=8)",
 }
 """SGP is on the exponential graph, RelaySGD on two binary trees, and the methods after it are on a ring."""
-BATCH, STEPS = 8, 800
-"""The images of a worker in a step, and the steps of a training."""
+BATCH = 8
+"""The images of a worker in a step."""
 NUMBERS = (3, 5, 6, 7, 9, 12, 25)
 """The numbers of workers that are no power of two."""
 PEERS = (1, 2, 4)
@@ -121,15 +121,17 @@ def named(methods: Mapping[str, Any], *splits: str) -> Mapping[str, Any]:
 
 
 def on_numbers(workers: int) -> Mapping[str, Any]:
-    """Return the methods of `on_base_graphs` with data alike, and with the most workers on uneven data too."""
-    return named(on_base_graphs(workers), "alike", *(["alpha 0.1"] if workers == NUMBERS[-1] else []))
+    """Return the methods of `on_base_graphs` on data alike, and three on uneven data with the most workers."""
+    methods = on_base_graphs(workers)
+    one_peer = {name: methods[name] for name in ("all-reduce", "SGP", "BaseGraph, 1 peer")}
+    return {**named(methods, "alike"), **(named(one_peer, "alpha 0.1") if workers == NUMBERS[-1] else {})}
 
 
 UNEVEN: Mapping[str, Study] = {
     "uneven_data": Study(
         partial(UnevenImages, BATCH),
         lambda workers: named(METHODS, *SKEWED),
-        cells=tuple((16, STEPS, seed) for seed in (1, 2, 3)),
+        cells=tuple((16, 800, seed) for seed in (1, 2, 3)),
         rates=(0.05, 0.1),
         tuning=0.25,
         points=2,
@@ -138,7 +140,7 @@ UNEVEN: Mapping[str, Study] = {
     "uneven_workers": Study(
         partial(UnevenImages, BATCH),
         on_numbers,
-        cells=tuple((n, STEPS, seed) for seed in (1, 2, 3) for n in NUMBERS),
+        cells=tuple((n, 400, seed) for seed in (1, 2, 3) for n in NUMBERS),
         rates=(0.05, 0.1),
         tuning=0.25,
         points=2,
