@@ -254,8 +254,8 @@ sequences of 32 words. Milliseconds are processor time. See [the Lab](../guides/
         """\
 **At 1 Gbit/s the simulator puts DiLoCo, Eager DiLoCo and SlowMo first (17.5 s to the target), then local SGD
 (28.1 s).** SGP and Overlap SGP take 117 s, all-reduce 189 s. WAGMA and SparseLoCo are slower than all-reduce in this
-setting. The simulator does not know your loss: small models learn slowly with DiLoCo in
-[the measured runs](time_to_loss.md).""",
+setting. The simulator does not know your loss: in [a language model](outer_language.md) local SGD
+and DiLoCo end above all-reduce.""",
         _SIMULATED,
         measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
         script="cb643b0e:benchmarks/simulator.py",

@@ -127,18 +127,19 @@ def steps_table(rows: pd.DataFrame) -> str:
 
 def hosts_table(rows: pd.DataFrame) -> str:
     """Write medians over repeats of the time of a step of all hosts, and their share of the processors."""
-    key = ["hosts", "rate_gbit", "planned_ms", "title"]
+    key = ["hosts", "rate_gbit", "planned_ms", "straggle_chance", "title"]
     shares = rows["hosts"] * rows["cpu_ms"] / (rows["cores"] * rows["mean_step_ms"])
     repeats = rows.assign(share=shares).groupby([*key, "repeat"], sort=False)[["fleet_step_ms", "share"]].mean()
     columns = {
         "hosts": ("hosts", "d"),
         "rate_gbit": ("Gbit/s", "g"),
         "planned_ms": ("ms of sleep", ".0f"),
+        "straggle_chance": ("share of steps 10 times as long", ".2f"),
         "title": ("method", "s"),
         "fleet_step_ms": ("ms per step", ".1f"),
         "share": ("processor share", ".2f"),
     }
-    return table(repeats.groupby(key, sort=False).median().reset_index().sort_values(key[:3], kind="stable"), columns)
+    return table(repeats.groupby(key, sort=False).median().reset_index().sort_values(key[:4], kind="stable"), columns)
 
 
 def utilisation_headline() -> tuple[str, str]:
@@ -386,6 +387,13 @@ others. Streaming DiLoCo has four fragments, arrival="carry", and a delay of H -
                 "clock_cells.csv",
                 "These cells calibrate [the clock](../guides/lab.md#how-far-you-can-trust-the-clock). The processor "
                 "share is the processor time of all hosts over the time that the two cores have in a step.",
+                measures=("gossip_modules/algorithms", "gossip_modules/rounds", "gossip_modules/transport"),
+                render=hosts_table,
+            ),
+            Page(
+                "Steps of 8 emulated hosts by the methods of four libraries",
+                "loss_cells.csv",
+                "These cells calibrate the clock too: torch, torchft, Decent-DP and this library, each method once.",
                 measures=("gossip_modules/algorithms", "gossip_modules/rounds", "gossip_modules/transport"),
                 render=hosts_table,
             ),

@@ -23,20 +23,5 @@ FINISHED: Mapping[str, Page] = {
         result="With equal data and 25 workers, `BaseGraph` ends 3.4 points below all-reduce "
         "with one peer, 0.7 with four.",
     ),
-    "slowmo": Page(
-        "SlowMo on a ring of 16",
-        "slowmo.csv",
-        measures=("gossip_modules/algorithms", "gossip_modules/rounds"),
-        question="Is it as accurate?",
-        result="SlowMo ends 0.26 points below all-reduce for a quarter of its bytes.",
-    ),
-    "time_to_loss": Page(
-        "Seconds to a fixed validation loss",
-        "loss_steps.csv",
-        measures=("gossip_modules/algorithms", "gossip_modules/rounds", "gossip_modules/transport"),
-        also=("loss_cells.csv",),
-        question="Is it as fast?",
-        result="At 0.1 Gbit/s SparseLoCo takes a quarter of the time of other libraries to 2.5 nats.",
-    ),
 }
 """Each page names the commit that has the script of its study, and the module that computed its figures."""

@@ -90,24 +90,6 @@ def before_and_after(rows: pd.DataFrame) -> str:
     return grid(shown, ("method", "CPU ms beyond the loop beside it"), "library", "cpu_over_ms", ".2f")
 
 
-def outer_ratios(rows: pd.DataFrame) -> str:
-    """The ratio of the mean step to a local step, by method and period, of the commit with most rows."""
-    own = rows[rows["commit"] == rows["commit"].value_counts().idxmax()]
-    return grid(own, ("method", "mean step / local step"), "sync_every", "ratio", ".2f", "outer step every {} steps")
-
-
-def language(rows: pd.DataFrame) -> str:
-    """Bits, seconds and bytes of each run."""
-    shown = rows.assign(run=(rows["recipe"] + " " + rows["options"].fillna("")).str.strip())
-    shown = shown.drop_duplicates("run", keep="last").sort_values("bits_per_byte")
-    columns = {
-        "run": ("recipe", "s"),
-        "bits_per_byte": ("bits per byte", ".3f"),
-        "sent_megabytes": ("MB sent per rank", ".1f"),
-    }
-    return table(shown, columns)
-
-
 def kept(rows: pd.DataFrame) -> str:
     """How many combinations keep their bits."""
     found = [
@@ -129,39 +111,6 @@ def kept(rows: pd.DataFrame) -> str:
 
 
 TRAINING: Mapping[str, Page] = {
-    "language_model": Page(
-        "A small language model by several methods",
-        "language_model.csv",
-        """\
-**After 400 steps all-reduce ends at 2.39 bits per byte, SGP and Overlap SGP at 2.45 with two thirds of its bytes.**
-Local SGD with a period of ten steps ends at 2.56 with 154 MB instead of 1,312, PowerGossip at 2.61 with 46 MB. DiLoCo
-with its published outer momentum of 0.9 ends at 3.12, since this run is short; with 0.5 it ends at 2.70. The
-frequencies of the tokens alone give 3.70.""",
-        {
-            "recipe": ("recipe", "s"),
-            "options": ("options", "s"),
-            "model": ("model", "s"),
-            "ranks": ("ranks", "d"),
-            "python": ("Python", "s"),
-            "steps": ("steps", "d"),
-            "seconds": ("s, all", ".0f"),
-            "cpu_seconds": ("s, processor", ".0f"),
-            "training_seconds": ("s, training", ".0f"),
-            "nll": ("nats per token", ".3f"),
-            "perplexity": ("perplexity", ".1f"),
-            "bits_per_byte": ("bits per byte", ".3f"),
-            "frequencies_bits_per_byte": ("by frequencies", ".3f"),
-            "sent_megabytes": ("MB sent per rank", ".1f"),
-        },
-        script="bb6c722:benchmarks/language_model.py",
-        summary=language,
-        setup="""\
-Each row is the default run of `train/language_model.py` on Python's sources, with four ranks and one seed, as
-[Language models](../guides/language_models.md) describes. The loss is that of the averaged model on the validation
-files. Rates were not tuned for each method. Do not compare seconds: the machine did other work in some runs.""",
-        question="Is it as accurate?",
-        result="After 400 untuned steps all-reduce ends at 2.39 bits per byte, SGP at 2.45, DiLoCo at 3.12.",
-    ),
     "step_time": Page(
         "Time of a step against hand-written loops",
         "step_time.csv",
@@ -186,33 +135,6 @@ busy cores. "Over, ms" is the median difference of the CPU times. "Library" is a
 row. "mlp" has six layers of 64, "tensors" 1,000 tensors of up to 16 numbers, "wide" 9.4 M parameters in eight
 tensors.""",
         parts=(
-            Page(
-                "Outer steps: the mean step with DiLoCo and others",
-                "outer_steps.csv",
-                """\
-**With an outer step every 16 steps, local SGD takes 1.05 times a local step, DiLoCo 1.10, with a fused optimizer
-1.07.** With one every 4 steps no method reaches the target of 1.08, and neither does the bare all-reduce (1.12). DiLoCo
-reads and writes anchor, drift, momentum and model several times, each of 45 MB.""",
-                {
-                    "method": ("method", "s"),
-                    "ranks": ("ranks", "d"),
-                    "sync_every": ("H", "d"),
-                    "cycles": ("cycles", "d"),
-                    "step_seconds": ("step, s", ".3f"),
-                    "ratio": ("ratio", ".3f"),
-                    "ratio_low": ("from", ".3f"),
-                    "ratio_high": ("to", ".3f"),
-                },
-                measures=("gossip_modules/algorithms", "gossip_modules/rounds"),
-                summary=outer_ratios,
-                script="bb6c722:benchmarks/outer_steps.py",
-                setup="""\
-Four ranks on two cores train a ResNet-18 each, over Gloo, with an outer step every H steps. Methods take turns in
-the same processes. The ratio is that of the mean step to the step of a rank that trains alone, in the same cycle:
-the median over cycles, with its quartiles. "all_reduce" trains alone and averages a vector of as many floats.
-"diloco-fused" has `optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True,
-fused=True)`.""",
-            ),
             Page(
                 "An outer step of DiLoCo before and after it computes in place",
                 "outer_step.csv",
