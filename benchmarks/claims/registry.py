@@ -11,9 +11,10 @@ from pathlib import Path
 from benchmarks.claims.base import Claim
 from benchmarks.claims.default import DEFAULT
 from benchmarks.claims.elastic import ELASTIC
+from benchmarks.claims.images import IMAGES
 from benchmarks.record import RESULTS
 
-SUBJECTS: Mapping[str, Mapping[str, Claim]] = {"default": DEFAULT, "elastic": ELASTIC}
+SUBJECTS: Mapping[str, Mapping[str, Claim]] = {"default": DEFAULT, "elastic": ELASTIC, "images": IMAGES}
 CLAIMS: Mapping[str, Claim] = {
     f"{subject}.{name}": claim for subject, claims in SUBJECTS.items() for name, claim in claims.items()
 }

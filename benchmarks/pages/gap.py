@@ -69,8 +69,7 @@ their mean, with n times less noise.
   0.04 of the 0.15.
 - `GossipAdamW` computes the second moments of the mean gradient from two averages that each worker has, and sends
   nothing. With exact averages of the parameters the gap is gone.
-- AccumAdam, of Wang et al. (arXiv 2410.11998), averages gradients over several steps before it squares them. It ends
-  0.10 to 0.57 nats above all-reduce, and the library does not have it any more.
+- AccumAdam (arXiv 2410.11998), which the library had before, ends 0.10 to 0.57 nats above all-reduce.
 
 **Images: the distance between the models.** SGD is linear in the gradient, so exact averages in each step would be
 all-reduce. With 25 workers, two peers end 2.6 points above it, mixed momentum 2.2, both 1.5, an exact average in each
@@ -188,8 +187,8 @@ ranks over the sum of their steps per second, in ms. The loss after a step diffe
 Seeds of all-reduce spread over 0.08.
 
 **Images: with SGD, SGP ends 3.2 points above all-reduce with 25 workers, and 1.4 with 8.** Two peers and mixed
-momentum, which the library does not have, halve the gap of 25. With four times the batch it is 0.3 points (one seed),
-after three times the steps 1.2 with 8 workers. No learning rate closes it: take AllReduce or large batches.""",
+momentum, which the library does not have, halve the gap of 25. No learning rate closes it: take AllReduce or large
+batches, and see [all studies](worker_numbers.md#images).""",
         measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
         render=tables,
         script="06779bc3:benchmarks/gap.py",

@@ -10,10 +10,12 @@ from benchmarks.pages.headline import Headline
 from benchmarks.pages.image_studies import IMAGE_HEADLINES, IMAGE_STUDIES
 from benchmarks.pages.language_studies import LANGUAGE_HEADLINES, LANGUAGE_STUDIES
 from benchmarks.pages.region_study import REGION_HEADLINES, REGION_STUDY
+from benchmarks.pages.resnet_study import RESNET_STUDY
 from benchmarks.pages.translation_study import TRANSLATION_HEADLINES, TRANSLATION_STUDY
 
 STUDIES: Mapping[str, Page] = {
     **IMAGE_STUDIES,
+    **RESNET_STUDY,
     **LANGUAGE_STUDIES,
     **TRANSLATION_STUDY,
     **REGION_STUDY,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.pages import resnet_study
 from benchmarks.record import DTYPES
 from benchmarks.studies import __main__ as studies
 from benchmarks.studies import images, resnet
@@ -132,6 +133,43 @@ def test_a_study_for_the_cpu_refuses_a_device(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         studies.main(["accuracy_bytes", "--output", str(tmp_path / "a.csv"), "--device", "cuda"])
     assert "expected none: it trains on the CPU" in capsys.readouterr().err
+
+
+def rows_of(errors: dict[tuple[str, int, int], float]) -> pd.DataFrame:
+    """Rows of the ends of trainings, by method, epochs and seed."""
+    return pd.DataFrame(
+        {
+            "method": method,
+            "workers": resnet.WORKERS,
+            "steps": epochs * resnet.STEPS_PER_EPOCH,
+            "seed": seed,
+            "step": epochs * resnet.STEPS_PER_EPOCH,
+            "is_tuning": False,
+            "test": error,
+        }
+        for (method, epochs, seed), error in errors.items()
+    )
+
+
+def test_the_page_has_the_longest_trainings_and_what_is_missing() -> None:
+    short = {("all-reduce", 1, 1): 50.0, ("SGP", 1, 1): 52.5, ("Overlap SGP", 1, 1): 53.0}
+    rows = rows_of(short)
+    assert resnet_study.after_epochs(rows_of({("all-reduce", 1, 1): 50.0})) == {}
+    assert resnet_study.said(rows) == (
+        "**After 1 epoch, SGP ends 2.5 points below all-reduce, which reaches 50.0 % (1 seed).** Not measured yet: "
+        "SGP, 2 peers, MATCHA, budget 0.5, PowerGossip, rank 1 and AD-PSGD after 1 epoch; all methods after 30 epochs."
+    )
+    assert resnet_study.summary(rows).splitlines()[-1] == "| Overlap SGP | 47.0 | +3.0 | 1 |"
+    long = {(name, 30, seed): 9.0 + seed for name in resnet.METHODS for seed in (1, 2)}
+    rows = rows_of({**short, **long, ("SGP", 30, 1): 9.5})
+    text = resnet_study.said(rows)
+    assert text.startswith(
+        "**After 30 epochs, SGP ends 0.2 points above all-reduce, which reaches 89.5 % (2 seeds).** Not measured yet: "
+    )
+    assert text.endswith("AD-PSGD after 1 epoch.")
+    assert "| SGP | 47.5 | +2.5 | 1 | 89.8 | -0.2 (-0.5 to +0.0) | 2 |" in resnet_study.summary(rows)
+    assert sum(len(resnet.RESNET["resnet"].methods(n)) for n, *_ in resnet.RESNET["resnet"].cells) == 21
+    assert resnet_study.PLANNED == 21
 
 
 @pytest.mark.skipif("GOSSIP_DATA" not in os.environ, reason="GOSSIP_DATA names no folder with CIFAR-10")

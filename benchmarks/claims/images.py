@@ -1,0 +1,144 @@
+"""How far gossip ends below all-reduce on CIFAR-10 by SGD, by the number of workers, in all studies that have both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from benchmarks.claims.base import Claim
+from benchmarks.claims.tuned import best
+from benchmarks.studies.ends import trainings
+
+BASE = "all-reduce"
+KEY = ["workers", "steps", "batch"]
+
+
+@dataclass(frozen=True)
+class ImageStudy:
+    """A study of CIFAR-10 that has all-reduce and SGP.
+
+    Attributes:
+        page: the name of its page and of its CSV file.
+        model: the model.
+        optimizer: the optimizer, each with momentum 0.9.
+        batch_size: the images of a worker in a step; 0: rows have a column `batch`.
+    """
+
+    page: str
+    model: str
+    optimizer: str
+    batch_size: int = 0
+
+
+IMAGE_STUDIES = (
+    ImageStudy("worker_numbers", "two layers, BatchNorm", "SGD, Nesterov", 8),
+    ImageStudy("accuracy_bytes", "two layers", "SGD, Nesterov", 8),
+    ImageStudy("gap", "three convolutions", "SGD"),
+    ImageStudy("resnet", "ResNet-20, BatchNorm", "SGD, untuned", 16),
+)
+"""The studies, in the order of the table."""
+
+
+def trained(study: ImageStudy, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return workers, steps, batch, seed, method and accuracy of each training at its tuned rate.
+
+    Args:
+        study: the study.
+        rows: of its CSV file.
+    """
+    if study.page != "gap":
+        return trainings(rows).assign(batch=study.batch_size)
+    rows = rows[rows["task"] == "images"]
+    found = []
+    for _, own in rows.groupby(["workers", "steps"]):
+        rates = best(own)[["change", "batch", "rate"]]
+        found.append(own.drop(columns="seed").merge(rates, on=["change", "batch", "rate"]))
+    every = pd.concat(found).rename(columns={"run_seed": "seed"})
+    names = every["change"].str.partition(", batches of ")[0]
+    return every.assign(accuracy=100 - every["test"], method=names)
+
+
+def gaps(last: pd.DataFrame) -> pd.DataFrame:
+    """Return how many points methods end below all-reduce with the same seed.
+
+    Args:
+        last: see `trained`.
+
+    Returns:
+        workers, steps, batch and method, with seeds, accuracy, gap (the mean over seeds), and the lowest and the
+        highest gap of a seed.
+    """
+    base = last[last["method"] == BASE].set_index([*KEY, "seed"])["accuracy"]
+    both = last.join(base.rename("base"), on=[*KEY, "seed"], how="inner")
+    both["gap"] = both["base"] - both["accuracy"]
+    grouped = both.groupby([*KEY, "method"])
+    spread = grouped["gap"].agg(seeds="count", gap="mean", lowest="min", highest="max")
+    return spread.assign(accuracy=grouped["accuracy"].mean()).reset_index()
+
+
+def points(gap: float) -> str:
+    """Return a gap with its sign, and no sign of minus before zero."""
+    return f"{round(gap, 1) + 0.0:+.1f}"
+
+
+def with_spread(row: pd.Series) -> str:
+    """Return a gap with the lowest and the highest gap of a seed: "+0.7 (+0.2 to +1.1)"."""
+    spread = f" ({points(row['lowest'])} to {points(row['highest'])})"
+    return points(row["gap"]) + (spread if row["seeds"] > 1 else "")
+
+
+SHOWN = ("SGP", "SGP, 2 peers", "Overlap SGP")
+"""The methods of the table."""
+
+
+def every_study(tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return the table of all studies, a row for each number of workers, steps and batch.
+
+    Args:
+        tables: the rows of the studies by page; a study may be missing.
+    """
+    heads = ("workers", "model", "optimizer", "batch", "images read", "seeds", "all-reduce, %", *SHOWN)
+    lines = [f"| {' | '.join(heads)} |", "|---:|---|---|" + "---:|" * (len(heads) - 3)]
+    found: list[tuple[int, str]] = []
+    for study in IMAGE_STUDIES:
+        if study.page not in tables:
+            continue
+        for (workers, steps, batch), own in gaps(trained(study, tables[study.page])).groupby(KEY):
+            by_method = own.set_index("method")
+            if not {BASE, "SGP"} <= set(by_method.index):
+                continue
+            cells = (
+                *(str(workers), f"[{study.model}]({study.page}.md)", study.optimizer, str(batch)),
+                *(f"{workers * steps * batch:,}", str(by_method.loc["SGP", "seeds"])),
+                f"{by_method.loc[BASE, 'accuracy']:.1f}",
+                *(with_spread(by_method.loc[name]) if name in by_method.index else "" for name in SHOWN),
+            )
+            found.append((workers, f"| {' | '.join(cells)} |"))
+    return "\n".join([*lines, *(line for _, line in sorted(found, key=lambda each: each[0]))])
+
+
+def of_sgp(tables: Mapping[str, pd.DataFrame], workers: int) -> pd.DataFrame:
+    """Return `gaps` of SGP with a number of workers, of each study, steps and batch with several seeds."""
+    every = pd.concat([gaps(trained(each, tables[each.page])) for each in IMAGE_STUDIES if each.page in tables])
+    return every[(every["method"] == "SGP") & (every["workers"] == workers) & (every["seeds"] > 1)]
+
+
+CSVS = ("worker_numbers.csv", "accuracy_bytes.csv", "gap.csv")
+
+
+def sgp(workers: int) -> Claim:
+    """Return the claim about the points by which SGP ends below all-reduce, over all studies."""
+
+    def text(*rows: pd.DataFrame) -> str:
+        found = of_sgp(dict(zip(("worker_numbers", "accuracy_bytes", "gap"), rows, strict=True)), workers)["gap"]
+        low, high = (f"{round(x, 1) + 0.0:.1f}" for x in (found.min(), found.max()))
+        return low if low == high else f"{low} to {high}"
+
+    where = f"{workers} workers, images, several seeds: the accuracy of all-reduce less that of SGP with the same seed"
+    return Claim(CSVS, f"{where}, mean over seeds, at tuned rates; the lowest and the highest of all studies", text)
+
+
+IMAGES: Mapping[str, Claim] = {f"sgp_{workers}": sgp(workers) for workers in (8, 16, 25, 32)}
+"""Claims about images by SGD."""
