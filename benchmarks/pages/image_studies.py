@@ -8,13 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.claims.images import IMAGE_STUDIES as EVERY_STUDY
-from benchmarks.claims.images import every_study, gaps, with_spread
+from benchmarks.claims.images import every_study, gaps, measured, with_spread
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import IN_PART, NO, YES, Headline, by_effect, by_limit, by_ratio, rows_of
 from benchmarks.pages.markdown import table
 from benchmarks.pages.study_tables import all_rows, ends, has_trainings, study_page, together, trainings
-from benchmarks.record import RESULTS
 
 EXACT = 1e-5
 """Errors are float32: gaps are compared with thresholds plus this."""
@@ -126,13 +124,8 @@ def numbers_summary(rows: pd.DataFrame) -> str:
     order = found[found["workers"] == 16].set_index("method")["gap"].reindex(cells.index).sort_values().index
     first = ["all-reduce", *order.drop("all-reduce")]
     columns = {"method": ("method", "s"), **{n: (f"{n} workers", "s") for n in cells}}
-    tables = {name: rows_of(f"{name}.csv") for name in measured_pages()}
+    tables = {name: rows_of(f"{name}.csv") for name in measured()}
     return "\n\n".join([table(cells.loc[first].reset_index(), columns), ALL_STUDIES, every_study(tables), COLUMNS])
-
-
-def measured_pages() -> list[str]:
-    """Return the names of the studies of images that have rows."""
-    return [each.page for each in EVERY_STUDY if (RESULTS / f"{each.page}.csv").is_file()]
 
 
 ALL_STUDIES = """\
@@ -351,7 +344,7 @@ own graph.""",
             numbers_said,
             numbers_summary,
             QUESTIONS[0],
-            also=tuple(f"{name}.csv" for name in measured_pages() if name != "worker_numbers"),
+            also=tuple(f"{name}.csv" for name in measured() if name != "worker_numbers"),
             task="CIFAR-10 and 22,282 parameters, with batch normalisation after each convolution",
             batch=NUMBERS_BATCH,
             more="""\

@@ -157,7 +157,8 @@ def test_the_page_has_the_longest_trainings_and_what_is_missing() -> None:
     assert resnet_study.after_epochs(rows_of({("all-reduce", 1, 1): 50.0})) == {}
     assert resnet_study.said(rows) == (
         "**After 1 epoch, SGP ends 2.5 points below all-reduce, which reaches 50.0 % (1 seed).** Not measured yet: "
-        "SGP, 2 peers, MATCHA, budget 0.5, PowerGossip, rank 1 and AD-PSGD after 1 epoch; all methods after 30 epochs."
+        "SGP (2 peers), MATCHA (budget 0.5), PowerGossip (rank 1) and AD-PSGD after 1 epoch; "
+        "all methods after 30 epochs."
     )
     assert resnet_study.summary(rows).splitlines()[-1] == "| Overlap SGP | 47.0 | +3.0 | 1 |"
     long = {(name, 30, seed): 9.0 + seed for name in resnet.METHODS for seed in (1, 2)}
