@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,10 @@ def gossip_adamw(
     return make(parameters, rate, BETAS, weight_decay=WEIGHT_DECAY, num_ranks=workers)
 
 
+FIRST = ("all-reduce, AdamW", "SGP", "Overlap SGP", "SGP, bfloat16", "Overlap SGP, bfloat16", "SGP, 2 peers")
+"""Methods that are trained for two thirds of the steps too, without the name of GossipAdamW."""
+
+
 def methods(workers: int) -> Mapping[str, Any]:
     """Return all-reduce and SGP by AdamW, and all others by GossipAdamW."""
     own = {**GOSSIP, **(ROUNDED if workers == 8 else {})}
@@ -80,18 +85,28 @@ def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
     return {**own, MIXED: mixed}
 
 
+def first_methods(workers: int) -> Mapping[str, Any]:
+    """Return the methods of `FIRST`."""
+    return {name: make for name, make in methods(workers).items() if name.removesuffix(", GossipAdamW") in FIRST}
+
+
+LANGUAGE = Study(
+    partial(Text, 4),
+    methods,
+    cells=(
+        *((n, STEPS, SEEDS[0]) for n in (8, 16, 32, 64)),
+        *((n, STEPS, seed) for n in (8, 16) for seed in SEEDS[1:]),
+    ),
+    rates=RATES,
+    points=60,
+    by="compile",
+    optimizers=optimizers,
+)
 DEFAULT: Mapping[str, Study] = {
-    "language": Study(
-        partial(Text, 4),
-        methods,
-        cells=(
-            *((n, STEPS, SEEDS[0]) for n in (8, 16, 32, 64)),
-            *((n, STEPS, seed) for n in (8, 16) for seed in SEEDS[1:]),
-        ),
-        rates=RATES,
-        points=60,
-        by="compile",
-        optimizers=optimizers,
-    )
+    "language": LANGUAGE,
+    "language_lengths": replace(
+        LANGUAGE, methods=first_methods, cells=tuple((8, 2000, seed) for seed in SEEDS), tuning=0.15, points=4
+    ),
 }
-"""The study by its name. A worker reads four sequences of 32 symbols in each step."""
+"""The studies by name. A worker reads four sequences of 32 symbols in each step. Both write `language.csv`: the second
+one has trainings of a length of their own, and takes the rates that the first one has found in 300 steps."""
