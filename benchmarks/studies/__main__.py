@@ -25,6 +25,7 @@ from benchmarks.studies.graphs import GRAPH_STUDIES
 from benchmarks.studies.images import IMAGES
 from benchmarks.studies.lab import LAB
 from benchmarks.studies.language import LANGUAGE
+from benchmarks.studies.outer_steps import OUTER
 from benchmarks.studies.regions import REGIONS
 from benchmarks.studies.resnet import RESNET
 from benchmarks.studies.study import Study, Trainings
@@ -39,6 +40,7 @@ STUDIES: Mapping[str, Study] = {
     **RESNET,
     **ABLATIONS,
     **LANGUAGE,
+    **OUTER,
     **TRANSLATION,
     **REGIONS,
     **UNEVEN,

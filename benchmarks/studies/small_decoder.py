@@ -89,10 +89,13 @@ class Text:
         batch_size: the sequences of a worker in a step.
         muon: whether Muon steps the hidden matrices; AdamW steps all else.
         num_layers: of the decoder.
+        symbols: another text, uint8; None: Python's sources.
     """
 
-    def __init__(self, batch_size: int, *, muon: bool = False, num_layers: int = 2) -> None:
-        symbols = python_sources()
+    def __init__(
+        self, batch_size: int, *, muon: bool = False, num_layers: int = 2, symbols: Tensor | None = None
+    ) -> None:
+        symbols = python_sources() if symbols is None else symbols
         held = len(symbols) // 20
         self.batch_size, self.muon, self.num_layers = batch_size, muon, num_layers
         self.train, *rest = symbols.split([len(symbols) - 2 * held, held, held])

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -71,11 +72,13 @@ class Study:
         methods: makes the methods of `compare` by name, from the number of workers.
         cells: (workers, steps, seed) of the trainings of all methods, in their order.
         rates: the grid of learning rates; a single one is not tuned.
-        tuning: the share of the steps in a training that chooses a rate.
+        tuning: the share of the steps in a training that chooses a rate; 0: none does, and all methods train with all
+            rates.
         points: the number of points of a curve.
         compute, network, num_parameters: see `compare`.
         by: see `compare`; on the CPU only.
         has_device: whether `task` has the argument `device`.
+        candidates: the methods of which only the one with the best short training is trained to the end.
         optimizers: makes the optimizers of methods by their names, from the number of workers; a method without an
             entry has the task's.
         train: trains once, by (study, task, values of `KEY`, seed), and returns the points of the curve by `COLUMNS`.
@@ -93,6 +96,7 @@ class Study:
     num_parameters: int | None = None
     by: str = ""
     has_device: bool = False
+    candidates: frozenset[str] = frozenset()
     optimizers: Callable[[int], Mapping[str, MakeOptimizer]] = lambda workers: {}
     train: Callable[[Study, StudyTask, Mapping[str, Any], int], list[dict[str, Any]]] | None = None
 
@@ -104,7 +108,7 @@ class Study:
         """Return the study with one training of a few steps for each method with the fewest workers."""
         workers, _, seed = min(self.cells)
         cells = ((workers, QUICK_STEPS, seed),)
-        return replace(self, cells=cells, rates=self.rates[:1], points=2, by="")
+        return replace(self, cells=cells, rates=self.rates[:1], candidates=frozenset(), points=2, by="")
 
     def next_rate(self, found: Mapping[float, float]) -> float | None:
         """Return the next rate to try; None: the best is known.
@@ -118,6 +122,11 @@ class Study:
         if len(tried) >= len(self.rates) + MORE_RATES or best not in (tried[0], tried[-1]):
             return None
         return best / 2 if best == tried[0] else 2 * best
+
+
+def rate_factor(k: int, steps: int) -> float:
+    """Return the rate of the step k of `steps`, as a share of the highest one."""
+    return min((k + 1) / (WARM_UP * steps), (steps - k) / (steps - WARM_UP * steps))
 
 
 def best_rate(found: Mapping[float, float]) -> float:
@@ -145,23 +154,36 @@ class Trainings:
     def run(self) -> bool:
         """Run the trainings that have no rows; returns whether all have rows now."""
         for workers, steps, seed in self.study.cells:
+            found = dict[str, tuple[float, float]]()
             for method in self.study.methods(workers):
-                rate = self._tuned_rate(method, workers, steps)
-                if math.isnan(rate) or math.isnan(self._score(method, workers, rate, steps, seed)):
+                for rate, score in self._rates(method, workers, steps):
+                    if math.isnan(score):
+                        return False
+                    if method in self.study.candidates:
+                        found[method] = (score, rate)
+                    elif math.isnan(self._score(method, workers, rate, steps, seed)):
+                        return False
+            if found:
+                best = min(found, key=lambda method: found[method])
+                if math.isnan(self._score(best, workers, found[best][1], steps, seed)):
                     return False
         return True
 
-    def _tuned_rate(self, method: str, workers: int, steps: int) -> float:
-        """Return the best rate, NaN if there is no time left."""
+    def _rates(self, method: str, workers: int, steps: int) -> list[tuple[float, float]]:
+        """Return the rates to train with, and the score of each one's short training, NaN if there is no time left.
+
+        The score of a rate without a short training is 0.
+        """
         study, found = self.study, dict[float, float]()
-        if len(study.rates) == 1:
-            return study.rates[0]
+        if len(study.rates) == 1 or not study.tuning:
+            return [(rate, 0.0) for rate in study.rates]
         while (rate := study.next_rate(found)) is not None:
             short = round(study.tuning * steps)
             found[rate] = self._score(method, workers, rate, short, TUNING_SEED, is_tuning=True)
             if math.isnan(found[rate]):
-                return math.nan
-        return best_rate(found)
+                return [(rate, math.nan)]
+        best = best_rate(found)
+        return [(best, found[best])]
 
     def _score(
         self, method: str, workers: int, rate: float, steps: int, seed: int, *, is_tuning: bool = False
@@ -202,16 +224,13 @@ def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int)
         scores.append(task.score(model))
         return scores[-1][1]
 
-    def factor(k: int) -> float:
-        return min((k + 1) / (WARM_UP * steps), (steps - k) / (steps - WARM_UP * steps))
-
     found = compare(
         {key["method"]: study.methods(key["workers"])[key["method"]]},
         model=task.model,
         loss=task.loss,
         data=task.batch,
         optimizer=lambda parameters: optimizer(parameters, key["rate"]),
-        scheduler=lambda optimizer: LambdaLR(optimizer, factor),
+        scheduler=lambda optimizer: LambdaLR(optimizer, partial(rate_factor, steps=steps)),
         evaluate=evaluate,
         workers=[key["workers"]],
         steps=steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from benchmarks.record import DTYPES, PROVENANCE
 from benchmarks.studies import __main__ as studies
 from benchmarks.studies import images, uneven
 from benchmarks.studies.crossover import BATCH, CROSSOVER, NUM_IMAGES
-from benchmarks.studies.study import COLUMNS, Study
+from benchmarks.studies.study import COLUMNS, Study, Trainings
+from gossip_modules import DiLoCo
 from gossip_modules.lab import LabPlan, LabTask, Setting
 from gossip_modules.lab.comparison import LabTraining
 
@@ -122,6 +124,28 @@ def test_a_study_tunes_each_method_alike_and_goes_on(tmp_path: Path, monkeypatch
 )
 def test_next_rate(found: Mapping[float, float], rate: float | None) -> None:
     assert LINE.next_rate(found) == rate
+
+
+def test_only_the_best_candidate_is_trained_to_the_end(tmp_path: Path) -> None:
+    rates = {"outer rate 0.1": 0.1, "outer rate 1": 1.0}
+    outer = {name: DiLoCo(sync_every=2, lr=lr, momentum=0.0) for name, lr in rates.items()}
+    study = replace(LINE, methods=lambda workers: {"all-reduce": "ar", **outer}, candidates=frozenset(outer))
+    assert Trainings(study, tmp_path / "line.csv", 1.0).run()
+    rows = pd.read_csv(tmp_path / "line.csv")
+    tuning, ends = rows[rows["is_tuning"]], rows[~rows["is_tuning"] & (rows["step"] == 20)]
+    assert set(tuning["method"]) == {"all-reduce", *outer}
+    expected = [["all-reduce", 1], ["outer rate 1", 1], ["all-reduce", 2], ["outer rate 1", 2]]
+    assert ends[["method", "seed"]].to_numpy().tolist() == expected
+    assert Trainings(study, tmp_path / "line.csv", -1.0).run()  # nothing is left
+
+
+def test_without_tuning_all_rates_are_trained_with_all_seeds(tmp_path: Path) -> None:
+    assert Trainings(replace(LINE, tuning=0), tmp_path / "line.csv", 1.0).run()
+    rows = pd.read_csv(tmp_path / "line.csv")
+    assert not rows["is_tuning"].any()
+    found = rows[rows["step"] == 20][["method", "rate", "seed"]].itertuples(index=False, name=None)
+    methods = ("all-reduce", "SGP")
+    assert sorted(found) == sorted((m, rate, seed) for m in methods for rate in (0.05, 0.1) for seed in (1, 2))
 
 
 @pytest.fixture
