@@ -10,7 +10,7 @@ from benchmarks.record import rows_of
 
 __all__ = ["IN_PART", "NO", "YES", "Headline", "by_effect", "by_limit", "by_ratio", "rows_of"]
 
-YES, IN_PART, NO = "yes", "in part", "**no**"
+YES, IN_PART, NO, OTHER_SCALE = "yes", "in part", "**no**", "not comparable at this scale"
 ENOUGH = 0.8
 """The share of a published effect from which on a headline counts as reproduced."""
 
@@ -25,7 +25,7 @@ class Headline:
         scale: what was trained or timed here.
         csvs: the files in benchmarks/results/ that the figure comes from; the first one leads to the commands.
         page: the name of the page in docs/benchmarks/ that has the rows.
-        measure: reads the files, and returns the figure in words and one of YES, IN_PART and NO.
+        measure: reads the files, and returns the figure in words and one of YES, IN_PART, NO and OTHER_SCALE.
     """
 
     paper: str

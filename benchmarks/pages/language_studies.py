@@ -8,7 +8,7 @@ from itertools import pairwise
 import pandas as pd
 
 from benchmarks.pages.base import QUESTIONS, Page
-from benchmarks.pages.headline import IN_PART, NO, YES, Headline, rows_of
+from benchmarks.pages.headline import IN_PART, NO, OTHER_SCALE, YES, Headline, rows_of
 from benchmarks.pages.markdown import table
 from benchmarks.pages.study_tables import Rule, all_rows, has_trainings, study_page, trainings
 
@@ -109,16 +109,13 @@ a delay of five steps and codes of 4 bits."""
 
 
 def diloco_headline() -> tuple[str, str]:
-    """DiLoCo with the longest period beside all-reduce."""
-    found = language_ends(rows_of(CSV))
-    row, alone = of(found, "DiLoCo, H = 500"), of(found, "one worker alone", 1)
-    base = of(found, "all-reduce")
+    """DiLoCo with the longest period beside all-reduce, after six of the 176 outer steps of its paper."""
+    rows = rows_of(CSV)
+    row = of(language_ends(rows), "DiLoCo, H = 500")
     assert row is not None, "this headline has its trainings"
-    assert base is not None, "this headline has its trainings"
-    spread = base["highest"] - base["lowest"]
-    text = f"{row['gap']:+.2f} nats per byte with {row['fewer']:,.0f} times fewer bytes, H = 500"
-    helps = alone is not None and row["highest"] < alone["lowest"]
-    return text, YES if row["gap"] <= spread else IN_PART if helps else NO
+    outer = int(trainings(rows)["steps"].max()) // 500
+    text = f"{row['gap']:+.2f} nats per byte with {row['fewer']:,.0f} times fewer bytes, H = 500, {outer} outer steps"
+    return text, OTHER_SCALE
 
 
 def muloco_headline() -> tuple[str, str]:
@@ -192,7 +189,7 @@ _HEADLINES: Mapping[Rule, Headline] = {
     has_trainings(("all-reduce", 8), ("DiLoCo, H = 500", 8)): Headline(
         "DiLoCo",
         "8 workers learn as synchronous training does, with 500 times less communication",
-        "decoder of 20,480 parameters, 3,000 steps",
+        "decoder of 20,480 parameters, 3,000 steps; the paper has 176 outer steps",
         (CSV,),
         "outer_language",
         diloco_headline,

@@ -6,7 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from benchmarks.pages.headline import ENOUGH, IN_PART, NO, YES, Headline, by_effect, by_limit, by_ratio, rows_of
+from benchmarks.pages.headline import (
+    ENOUGH,
+    IN_PART,
+    NO,
+    OTHER_SCALE,
+    YES,
+    Headline,
+    by_effect,
+    by_limit,
+    by_ratio,
+    rows_of,
+)
 from benchmarks.pages.markdown import fold
 from benchmarks.pages.studies import REPRODUCED
 from benchmarks.record import RESULTS
@@ -17,8 +28,9 @@ The papers trained ImageNet or large language models on up to 1,024 GPUs. Here t
 emulated networks and in the Lab. So compare order and direction first, then sizes.
 
 "yes" means that at least {enough:.0f} % of the published effect was found, or that a gap is within the published one.
-"in part" means that the direction is the published one and the size is smaller. The links lead to the rows, the number
-of seeds, the machine and the commit."""
+"in part" means that the direction is the published one and the size is smaller. "not comparable at this scale" means
+that the training here is too small for the published claim. The links lead to the rows, the number of seeds, the
+machine and the commit."""
 
 LINK_SPEEDS = {0.1: "0.1", 1.0: "1", 10.0: "10"}
 SMALL_IMAGES = "CIFAR-10 at 16 pixels, three convolutions without normalisation, 4,000 steps, 3 seeds"
@@ -329,7 +341,7 @@ def headlines() -> list[Headline]:
 
 def reproduction_page() -> str:
     """Return the page."""
-    rows, counts = [], {YES: 0, IN_PART: 0, NO: 0}
+    rows, counts = [], {YES: 0, IN_PART: 0, NO: 0, OTHER_SCALE: 0}
     for each in headlines():
         ours, agrees = each.measure()
         counts[agrees] += 1
@@ -341,7 +353,7 @@ def reproduction_page() -> str:
                 f"# {TITLE}",
                 "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/: change that, not this. -->",
                 f"**Of {sum(counts.values())} published results {counts[YES]} were reproduced, "
-                f"{counts[IN_PART]} in part, and {counts[NO]} were not.**",
+                f"{counts[IN_PART]} in part, {counts[NO]} were not, and {counts[OTHER_SCALE]} cannot be compared.**",
                 INTRODUCTION.format(enough=100 * ENOUGH),
                 "\n".join(
                     [

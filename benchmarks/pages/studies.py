@@ -9,6 +9,7 @@ from benchmarks.pages.computed_studies import COMPUTED_HEADLINES, COMPUTED_STUDI
 from benchmarks.pages.headline import Headline
 from benchmarks.pages.image_studies import IMAGE_HEADLINES, IMAGE_STUDIES
 from benchmarks.pages.language_studies import LANGUAGE_HEADLINES, LANGUAGE_STUDIES
+from benchmarks.pages.outer_studies import OUTER_HEADLINES, OUTER_STUDIES
 from benchmarks.pages.region_study import REGION_HEADLINES, REGION_STUDY
 from benchmarks.pages.resnet_study import RESNET_STUDY
 from benchmarks.pages.translation_study import TRANSLATION_HEADLINES, TRANSLATION_STUDY
@@ -17,6 +18,7 @@ STUDIES: Mapping[str, Page] = {
     **IMAGE_STUDIES,
     **RESNET_STUDY,
     **LANGUAGE_STUDIES,
+    **OUTER_STUDIES,
     **TRANSLATION_STUDY,
     **REGION_STUDY,
     **COMPUTED_STUDIES,
@@ -28,6 +30,7 @@ REPRODUCED: Sequence[Headline] = [
     for each in (
         *IMAGE_HEADLINES,
         *LANGUAGE_HEADLINES,
+        *OUTER_HEADLINES,
         *TRANSLATION_HEADLINES,
         *REGION_HEADLINES,
         *COMPUTED_HEADLINES,

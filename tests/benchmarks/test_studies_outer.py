@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.pages import outer_studies as page
+from benchmarks.pages.headline import IN_PART, NO, YES
 from benchmarks.studies import outer_steps, small_decoder
 from benchmarks.studies.outer_steps import OUTER, Adapted, FineTuning
 from benchmarks.studies.small_decoder import NUM_SYMBOLS
@@ -85,3 +87,69 @@ def test_every_entry_is_a_plan_of_the_lab_and_all_have_other_names() -> None:
                 assert LabPlan.of(method).resolved(workers)
                 seen.append((name, workers, study.cells[0][1]))
     assert len(set(seen)) == len(seen)
+
+
+# The pages.
+
+
+def short_rows(losses: dict[tuple[str, float, int], float]) -> pd.DataFrame:
+    """Rows of two workers by method, rate and seed, with a step before the first one."""
+    shared = {"workers": 2, "steps": 256, "is_tuning": False, "megabytes": 2.0}
+    return pd.DataFrame(
+        {**shared, "method": method, "rate": rate, "seed": seed, "step": step, "validation": loss, "test": 2 * loss}
+        for (method, rate, seed), end in losses.items()
+        for step, loss in ((0, 5.0), (256, end))
+    )
+
+
+def test_methods_are_compared_at_their_own_best_rates_and_at_the_rate_of_all_reduce() -> None:
+    losses = {
+        **{
+            ("all-reduce", rate, seed): 2.0 * seed * worse
+            for seed in (1, 2)
+            for rate, worse in ((0.1, 1.0), (0.2, 1.1))
+        },
+        **{("DiLoCo", rate, seed): 2.0 * seed * worse for seed in (1, 2) for rate, worse in ((0.1, 1.2), (0.2, 1.05))},
+        **{(f"{name}, LoRA", 0.3, 1): loss for name, loss in (("all-reduce", 4.0), ("DiLoCo", 3.0))},
+    }
+    found = page.short_ends(short_rows(losses)).set_index(["trained", "method"]).sort_index(ascending=False)
+    assert found["rate"].to_dict() == {
+        ("all parameters", "all-reduce"): 0.1,
+        ("all parameters", "DiLoCo"): 0.2,
+        ("LoRA", "all-reduce"): 0.3,
+        ("LoRA", "DiLoCo"): 0.3,
+    }
+    assert found.loc[("all parameters", "DiLoCo"), ["own", "equal", "loss"]].tolist() == pytest.approx([5.0, 20.0, 6.3])
+    assert found.loc[("LoRA", "DiLoCo"), ["own", "equal"]].tolist() == pytest.approx([-25.0, -25.0])
+    assert found["seeds"].tolist() == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("diloco", "averages", "verdict"),
+    [(9.9, 0.6, YES), (8.1, 0.6, YES), (5.0, 1.2, IN_PART), (9.9, 1.3, IN_PART), (0.5, 0.6, NO)],
+)
+def test_the_short_runs_of_yeto(diloco: float, averages: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {("all-reduce", 0.1, 1): 2.0, ("DiLoCo", 0.1, 1): 2.0 + diloco / 50}
+    losses["plain averages", 0.1, 1] = 2.0 + averages / 50
+    monkeypatch.setattr(page, "rows_of", lambda csv: short_rows(losses))
+    text, found = page.short_headline()
+    assert found == verdict
+    assert text == f"all parameters: DiLoCo {diloco:+.1f} %, averages {averages:+.1f} %"
+
+
+@pytest.mark.parametrize(
+    ("diloco", "alone", "verdict"), [(2.0, 3.0, YES), (2.5, 3.0, IN_PART), (3.5, 3.0, NO), (2.5, None, NO)]
+)
+def test_the_claim_of_diloco(diloco: float, alone: float | None, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {("all-reduce", 4): 2.0, ("DiLoCo", 4): diloco, ("local SGD", 4): 2.1, ("all-reduce", 8): 1.0}
+    ends.update({} if alone is None else {("one worker alone", 1): alone})
+    shared = {"rate": 0.1, "steps": 88_000, "step": 88_000, "is_tuning": False, "seed": 1}
+    rows = pd.DataFrame(
+        {**shared, "method": method, "workers": n, "test": loss, "megabytes": 100.0 if method == "all-reduce" else 0.2}
+        for (method, n), loss in ends.items()
+    )
+    monkeypatch.setattr(page, "rows_of", lambda csv: rows)
+    text, found = page.long_headline()
+    assert found == verdict
+    assert text.startswith(f"{diloco - 2:+.3f} nats per byte with 500 times fewer bytes, H = 500, 4 workers, seeds: 1")
+    assert page.long_said(rows).startswith("**With 4 workers and 176 outer steps DiLoCo ends")
