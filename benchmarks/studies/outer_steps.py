@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.record import ROOT
 from benchmarks.studies.small_decoder import NUM_SYMBOLS, SmallDecoder, StackedMuon, Text
 from benchmarks.studies.study import Study, StudyTask, by_compare, rate_factor
 from gossip_modules import DiLoCo, LocalSGD, MuLoCo, SparseLoCo
@@ -39,6 +40,7 @@ SHORT = {
 }
 TRAINED_STEPS, TRAINED_RATE = 3000, 0.032
 """Of the model that fine-tuning begins with; the rate is the best one of all-reduce with 8 workers in as many steps."""
+TRAINED = ROOT / "runs" / "outer_short"
 RANK = 4
 """The rank of adapters."""
 
@@ -51,17 +53,26 @@ def language_reference() -> Tensor:
 
 @functools.cache
 def trained_decoder(seed: int) -> SmallDecoder:
-    """Return a decoder that one worker has trained on Python's sources, with 32 sequences in a step."""
+    """Return a decoder that one worker has trained on Python's sources, with 32 sequences in a step.
+
+    A file in `TRAINED` keeps it for the next process.
+    """
     task, draws = Text(32), torch.Generator().manual_seed(seed)
+    path = TRAINED / f"{task.data}_{TRAINED_STEPS}_{TRAINED_RATE}_{seed}.pt"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = SmallDecoder()
+    if path.is_file():
+        model.load_state_dict(torch.load(path, weights_only=True))
+        return model
     optimizer = task.optimizer(list(model.parameters()), TRAINED_RATE)
     for k in range(TRAINED_STEPS):
         optimizer.param_groups[0]["lr"] = TRAINED_RATE * rate_factor(k, TRAINED_STEPS)
         optimizer.zero_grad()
         task.loss(model, task.batch(0, k, draws)).backward()
         optimizer.step()
+    TRAINED.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), path)
     return model
 
 
