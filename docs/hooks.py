@@ -1,4 +1,5 @@
-"""Hooks of mkdocs (see mkdocs.yml): the menu lists what folders have, formulas are MathML, no page needs a network."""
+"""Hooks of mkdocs (see mkdocs.yml): the menu lists what folders have, formulas are MathML, no page needs a network, and
+the addresses of former pages lead to others."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from latex2mathml.converter import convert
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs.moved import write_moved  # noqa: E402
 from docs.tutorial import with_whole_files  # noqa: E402
 
 # What a browser would fetch by itself; links that a reader may follow are none of these.
@@ -103,3 +105,8 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     if found := FETCHED.search(output):
         raise ValueError(f"{page.file.src_uri}: got {found.group()}, expected files of the site only")
     return TABLE.sub(lambda table: CODE.sub(lambda code: BREAK.sub("<wbr>", code[0]), table[0]), output)
+
+
+def on_post_build(config: MutableMapping[str, Any], **_: Any) -> None:
+    """Writes a page for each former address, which leads to the new one."""
+    write_moved(Path(config["site_dir"]))

@@ -23,7 +23,9 @@ from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.finished import FINISHED
 from benchmarks.pages.gap import GAP
+from benchmarks.pages.graph_studies import GRAPH_STUDIES
 from benchmarks.pages.hosts import HOSTS
+from benchmarks.pages.lab_studies import lab_page
 from benchmarks.pages.mailbox import MAILBOX
 from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
@@ -48,6 +50,8 @@ PAGES: Mapping[str, Page] = {
     **MEMBERSHIP,
     **MAILBOX,
     **ALGORITHMS,
+    **GRAPH_STUDIES,
+    "lab": lab_page(),
 }
 """By the name of the file, in the order of the index."""
 

@@ -131,31 +131,6 @@ def muloco_headline() -> tuple[str, str]:
     return text, YES if all(in_order) else IN_PART if means.iloc[0] < means.iloc[-1] else NO
 
 
-def many_said(rows: pd.DataFrame) -> str:
-    """Return the time of the largest training by SGP, and its loss beside all-reduce, in words."""
-    last = trainings(rows).set_index(["workers", "method"])
-    most = int(rows["workers"].max())
-    sgp, base = last.loc[most, "SGP"], last.loc[most, "all-reduce"]
-    return (
-        f"**{most:,} workers train {sgp['steps']:,} steps by SGP in {sgp['cpu_seconds'] / 60:.0f} minutes of one "
-        f"core.** SGP ends at {sgp['test']:.2f} nats per byte and all-reduce at {base['test']:.2f}."
-    )
-
-
-def many_summary(rows: pd.DataFrame) -> str:
-    """Write the table of trainings."""
-    columns = {
-        "workers": ("workers", ",d"),
-        "method": ("method", "s"),
-        "test": ("nats per byte", ".3f"),
-        "consensus": ("distance", ".3g"),
-        "cpu_seconds": ("CPU s", ".0f"),
-        "each": ("CPU ms of a worker's step", ".2f"),
-    }
-    last = trainings(rows)
-    return table(last.assign(each=1000 * last["cpu_seconds"] / last["workers"] / last["steps"]), columns)
-
-
 LANGUAGE_STUDIES: Mapping[str, Page] = {
     **study_page(
         "outer_language",
@@ -168,20 +143,6 @@ LANGUAGE_STUDIES: Mapping[str, Page] = {
         setup=SETUP,
         measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
         question=QUESTIONS[0],
-    ),
-    **study_page(
-        "many_workers",
-        "1,024 workers in one process",
-        many_said,
-        has_trainings(("SGP", 1024), ("all-reduce", 1024)),
-        planned=6,
-        render=language_rows,
-        summary=many_summary,
-        setup="""\
-The decoder, the text and AdamW are those of [the study of outer methods](outer_language.md#setup). A worker reads one
-sequence of 32 characters in a step. The highest rate is 0.016.""",
-        measures=("gossip_modules/lab", "gossip_modules/rounds"),
-        question=QUESTIONS[4],
     ),
 }
 

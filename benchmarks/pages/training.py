@@ -90,26 +90,6 @@ def before_and_after(rows: pd.DataFrame) -> str:
     return grid(shown, ("method", "CPU ms beyond the loop beside it"), "library", "cpu_over_ms", ".2f")
 
 
-def kept(rows: pd.DataFrame) -> str:
-    """How many combinations keep their bits."""
-    found = [
-        {
-            "what": what,
-            "same": f"{(rows[name] == 0).sum()} of {rows[name].notna().sum()}",
-            "rounding": ((rows[name] > 0) & (rows[name] < 1e-5)).sum(),
-            "more": (rows[name] >= 1e-5).sum(),
-        }
-        for what, name in (("parameters", "parameters"), ("running statistics", "buffers"))
-    ]
-    columns = {
-        "what": ("values", "s"),
-        "same": ("equal bits", "s"),
-        "rounding": ("differ by less than 1e-5", "d"),
-        "more": ("differ by more", "d"),
-    }
-    return table(pd.DataFrame(found), columns)
-
-
 TRAINING: Mapping[str, Page] = {
     "step_time": Page(
         "Time of a step against hand-written loops",
@@ -164,40 +144,13 @@ tensors.""",
         question="Is it as fast?",
         result="On a ResNet-18 SGP takes 1.01 times the CPU time of a hand-written loop, DiLoCo 1.07.",
     ),
-    "before_after_bits": Page(
-        "Results before and after a rewrite of the library",
-        "before_after_bits.csv",
-        """\
-**After nine steps on four ranks, 71 of 72 combinations end with the same bits of the parameters as with an earlier
-commit.** SparseLoCo in float32 differs by rounding. Running statistics differ in 20 combinations: by definition in
-Eager DiLoCo and RelaySGD, by rounding in the others, mostly in overlapped rounds of compressed messages.""",
-        {
-            "method": ("method", "s"),
-            "dtype": ("dtype", "s"),
-            "rounds": ("rounds", "s"),
-            "parameters": ("parameters", ".2g"),
-            "buffers": ("statistics", ".2g"),
-            "copies_before": ("copies before", ".2f"),
-            "copies_after": ("copies after", ".2f"),
-        },
-        summary=kept,
-        setup="""\
-Rows have the largest difference of a parameter and of a running statistic; 0 means equal bits. Rounding in bfloat16 is
-up to 0.04. Copies are the bytes of all tensors after the last step, in models: parameters, gradients and momentum are
-three, and overlapped rows count the tensors of a round in flight. The model has a layer of BatchNorm, and the learning
-rate changes. AD-PSGD and WAGMA depend on time, so only their copies are compared. Combinations that one of the two
-libraries refuses are left out. The module of the first command is `benchmarks.before_after_bits` today.""",
-        question="Is the Lab right?",
-        result="Parameters have equal bits in 71 of 72 combinations.",
-    ),
     "faults": Page(
         "Errors when ranks are killed, stopped or leave",
         "faults.csv",
         """\
 **All 312 survivors get an error, and 311 errors name the dead rank.** These are jobs without a membership, with a
 timeout of 10 s. After a kill the error comes within 5.6 s, with AD-PSGD and WAGMA within 0.1 s. The longest wait is
-11.4 s, and no process has to be killed. A job that is killed and started again with `--resume auto` trains its next new
-epoch 11 to 22 s later. [Failures](../guides/failures.md) says what is guaranteed.""",
+11.4 s, and no process has to be killed. [Failures](../guides/failures.md) says what is guaranteed.""",
         render=faults,
         summary=errors,
         setup="""\
@@ -205,22 +158,6 @@ Four Gloo ranks train as processes on one machine with two cores, once for each 
 fault to the error. Since these rows were measured, the backward of AllReduce raises torch's own error, which names no
 rank.""",
         parts=(
-            Page(
-                "Restart of a killed job",
-                "restart.csv",
-                "A job on one machine is killed by SIGKILL and started again with "
-                "`--resume auto`. Seconds run from the "
-                "kill to the line that names the step of the restart, and to the end of the next new epoch.",
-                {
-                    "date": ("date", "s"),
-                    "recipe": ("recipe", "s"),
-                    "num_workers": ("ranks", "d"),
-                    "repeat": ("repeat", "d"),
-                    "seconds_to_resume": ("to resume, s", ".1f"),
-                    "seconds_to_new_epoch": ("to a new epoch, s", ".1f"),
-                },
-                script="bb6c722:benchmarks/restart.py",
-            ),
             Page(
                 "Ranks with loader processes, with slow exits, and suspended ones",
                 "faults_lost.csv",

@@ -8,7 +8,7 @@ until it is back:
 
     goodput = 1 / (1 + n pause / M) (1 - min(1, missing / M))
 
-Pauses are those of `elastic_scale.csv`, `elastic.csv` and `restart.csv`; see `pauses`.
+Pauses are those of `elastic_scale.csv` and `elastic.csv`; see `pauses`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ WORKER_HOURS = {"Llama 3": LLAMA_HOURS / GPUS, "100 times as often": LLAMA_HOURS
 """Hours between failures of a worker, by name."""
 CHECKPOINT_SECONDS = 600.0
 """Between checkpoints of a job that restarts, an assumption; writing one takes no time here."""
+START_SECONDS = 15.0
+"""From the failure of a worker, or of a job, until it is started and trains again: an assumption."""
 
 
 class Pause(NamedTuple):
@@ -61,28 +63,22 @@ def pauses() -> dict[str, Pause]:
     """Return the costs of a failure by system.
 
     - A membership, with SGP: the slowest step after a kill less the median step, and likewise after the join.
-    - torchft: the same figures. Most of the pause is its time limit for heartbeats, 5 s.
+    - torchft: the slowest step after a kill less the median step, most of it the time limit for heartbeats, 5 s.
     - DDP: the job starts again, and repeats half of the time between two checkpoints on average.
 
     Pauses after a kill were measured with 8, 16 and 32 workers. Beyond 32 they go on along the line from 16 to 32,
     although two cores shared by all processes make most of this growth.
-
-    A worker is back after the time in which a job resumed.
     """
-    scale, elastic, restart = (
-        pd.read_csv(RESULTS / f"{name}.csv", dtype=DTYPES) for name in ("elastic_scale", "elastic", "restart")
-    )
-    resume = float(restart["seconds_to_resume"].median())
+    scale, elastic = (pd.read_csv(RESULTS / f"{name}.csv", dtype=DTYPES) for name in ("elastic_scale", "elastic"))
     steps = scale.set_index(["method", "num_workers"])
     killed = (steps["slowest_after_kill_ms"] - steps["median_ms"]) / 1e3
-    lives = elastic[elastic["store"] == "lives"]
-    joined = ((lives["slowest_after_join_ms"] - lives["median_ms"]) / 1e3).groupby(lives["method"]).median()
-    again = resume + CHECKPOINT_SECONDS / 2
+    lives = elastic[(elastic["store"] == "lives") & (elastic["method"] == "SGP")]
+    joined = float((lives["slowest_after_join_ms"] - lives["median_ms"]).median()) / 1e3
+    again = START_SECONDS + CHECKPOINT_SECONDS / 2
+    torchft = "torchft, all-reduce"
     return {
-        **{
-            name: Pause(partial(_along, killed[method], float(joined[method])), resume)
-            for name, method in (("SGP with a membership", "SGP"), ("torchft, all-reduce", "torchft, all-reduce"))
-        },
+        "SGP with a membership": Pause(partial(_along, killed["SGP"], joined), START_SECONDS),
+        torchft: Pause(partial(_along, killed[torchft], 0.0), START_SECONDS),
         "DDP, restarted": Pause(lambda n: again, 0.0),
     }
 

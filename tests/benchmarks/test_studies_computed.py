@@ -15,12 +15,16 @@ import torch
 
 from benchmarks.pages import computed_studies as pages
 from benchmarks.studies import __main__ as studies
-from benchmarks.studies import consensus, goodput, utilisation
+from benchmarks.studies import compression, consensus, goodput, graphs, lab, utilisation
 from benchmarks.studies.computed import Cell, Computed
-from gossip_modules import DiLoCo, StreamingDiLoCo
+from gossip_modules import Choco, DiLoCo, SignNorm, StreamingDiLoCo
+from gossip_modules.extend import FlatBuffer, PushPull
+from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.lab import Compute, Join, Kill, LabPlan, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
+from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.mixing_manager.momentum_rates import MomentumRates
+from gossip_modules.rounds.rounds import Rounds
 
 
 def test_rows_are_computed_once_and_later_cells_see_earlier_ones(
@@ -211,3 +215,70 @@ def test_rho_of_the_published_graphs() -> None:
         row = cells[0, budget]()
         assert row["workers"] == 8
         assert row["rho"] == pytest.approx(rho, abs=2e-3)
+
+
+# Graphs.
+
+
+def test_base_graph_is_exact_and_a_ring_contracts_as_its_eigenvalue_says() -> None:
+    exact = graphs.agreement("base, 1 peer", partial(graphs.GRAPHS["base, 1 peer"], 6))
+    assert exact["contraction_per_round"] == 0.0
+    ring = graphs.agreement("ring", partial(graphs.GRAPHS["ring, both neighbours"], 7))
+    assert ring["contraction_per_round"] == pytest.approx((1 + 2 * math.cos(2 * math.pi / 7)) / 3, abs=1e-4)
+    assert ring["messages"] == 2 * ring["rounds"]
+
+
+def test_noise_and_drift_of_a_complete_graph_are_those_of_one_step() -> None:
+    mixing = UniformMixing(CompleteGraph(4, peers_per_itr=3))
+    noise, drift = graphs.disagreement(mixing)
+    assert noise == pytest.approx(0.0, abs=1e-12)  # W(t) averages exactly, the noise of its own step too
+    assert drift == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_cost_of_a_graph_has_its_size_and_its_memory() -> None:
+    small, large = (graphs.scaling(graphs.makers(n)["NetworkXGraph (cycle)"], 1) for n in (50, 500))
+    assert (small["ranks"], large["ranks"]) == (50, 500)
+    assert large["peak_bytes"] > 5 * small["peak_bytes"]
+    assert graphs.power_of_two(1000) == 1024
+    assert graphs.power_of_two(1_000_000) == 2**20
+
+
+def test_a_plan_of_matcha_is_no_better_than_the_joint_optimum() -> None:
+    row = graphs.planning(16, 0.5)
+    assert row["links"] == 68
+    assert row["joint_rho"] <= row["rho"] < 1
+
+
+# Compression.
+
+
+def test_a_ratio_is_the_time_saved_on_a_link_over_the_time_spent() -> None:
+    row = compression.figures(250_000, 1_250_000, 3.0, 1.0)
+    assert row["saved_ms"] == 8.0  # 8 Mbit at 1 Gbit/s
+    assert [row[f"ratio_at_{gbit}_gbit"] for gbit in ("0.1", "1", "10")] == [20.0, 2.0, 0.2]
+
+
+def test_a_method_between_a_rank_and_its_echo_sends_as_many_bytes_as_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    vector = FlatBuffer(torch.nn.Linear(64, 32, bias=False)).vector
+    monkeypatch.setattr(compression, "resnet", lambda: vector)
+    plain = compression.of_rounds(PushPull(wire_dtype=torch.bfloat16))
+    assert 2 * plain["num_bytes"] == plain["plain_bytes"]
+    signs = compression.of_rounds(Rounds(Choco(SignNorm(), step_size=0.4), PushPull()))
+    assert signs["num_bytes"] < plain["plain_bytes"] / 10
+
+
+# The Lab.
+
+
+def test_both_ways_of_the_lab_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "WORKERS", 2)
+    monkeypatch.setattr(lab, "STEPS", 1)
+    rows = [lab.cpu_time(by) for by in ("vmap", "loop")]
+    assert [row["milliseconds"] > 0 for row in rows] == [True, True]
+    assert rows[0]["parameters"] == 20_480
+
+
+def test_a_prediction_has_the_columns_of_its_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "SETTING", Setting(4, 1000, Compute(0.25), Network("1 Gbit/s")))
+    key, _ = next(iter(lab.simulator_cells(list)))
+    assert list({**key, **lab.predicted("sgp")}) == list(lab.LAB["simulator"].columns)

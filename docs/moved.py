@@ -1,0 +1,44 @@
+"""Former pages of the documentation: a browser that opens one is sent to the page in its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+MOVED: Mapping[str, str] = {
+    "benchmarks/before_after_bits": "benchmarks/index",
+    "benchmarks/consensus": "benchmarks/consensus_codes",
+    "benchmarks/consensus_control": "benchmarks/worker_numbers",
+    "benchmarks/graph_scaling": "benchmarks/default_graphs",
+    "benchmarks/language_model": "benchmarks/default",
+    "benchmarks/many_workers": "benchmarks/lab",
+    "benchmarks/matcha_planning": "benchmarks/default_graphs",
+    "benchmarks/simulator": "benchmarks/lab",
+    "benchmarks/slowmo": "benchmarks/worker_numbers",
+    "benchmarks/time_to_loss": "benchmarks/default",
+}
+"""Former pages, and the pages in their place, without their suffix."""
+
+
+def write_moved(site: Path) -> None:
+    """Write a page for each key of MOVED.
+
+    Args:
+        site: the folder of the built pages.
+    """
+    for former, page in MOVED.items():
+        address = f"{os.path.relpath(page, Path(former).parent)}.html"
+        lines = (
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            '<meta charset="utf-8">',
+            "<title>Moved</title>",
+            f'<link rel="canonical" href="{address}">',
+            f'<meta http-equiv="refresh" content="0; url={address}">',
+            f'<p>This page has moved: <a href="{address}">open it</a>.</p>',
+            "</html>",
+        )
+        path = site / f"{former}.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")

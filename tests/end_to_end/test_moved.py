@@ -1,0 +1,22 @@
+"""Former addresses of the documentation lead to pages that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from docs.moved import MOVED, write_moved
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_former_pages_lead_to_pages_that_exist(tmp_path: Path) -> None:
+    write_moved(tmp_path)
+    written = {path.relative_to(tmp_path).with_suffix("").as_posix(): path for path in tmp_path.rglob("*.html")}
+    assert written.keys() == MOVED.keys()
+    for former, path in written.items():
+        assert not (DOCS / f"{former}.md").exists(), former
+        addresses = set(re.findall(r'(?:href="|url=)([^"]+)"', path.read_text(encoding="utf-8")))
+        assert len(addresses) == 1, former
+        page = (DOCS / former).parent / addresses.pop()
+        assert page.with_suffix(".md").is_file(), former
