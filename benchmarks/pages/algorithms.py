@@ -44,7 +44,7 @@ def codes_said(rows: pd.DataFrame) -> str:
     pays = {gbit: own[own[f"ratio_at_{gbit}_gbit"] > 1].index for gbit in (1, 10)}
     power, plain, sign = (own.loc[name] for name in ("PowerGossip, rank 1, 1 iteration", _BFLOAT16, "CHOCO, sign"))
     at_10 = f", at 10 Gbit/s {len(pays[10])}"
-    which = f" These are {together([f'`{name}`' for name in pays[10]])}." if len(pays[10]) else ""
+    which = f" At 10 Gbit/s they are {together([f'`{name}`' for name in pays[10]])}." if len(pays[10]) else ""
     return (
         f"**At 1 Gbit/s {len(pays[1])} of {len(own)} codecs save more time on the link than they cost on a CPU"
         f"{at_10}.**{which} At 1 Gbit/s the ratio is {power['ratio_at_1_gbit']:.1f} for PowerGossip of rank 1, "
