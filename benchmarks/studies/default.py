@@ -1,4 +1,4 @@
-"""The study of the default: a small decoder by 8 to 64 workers over 3,000 steps, by all-reduce and by gossip.
+"""The studies of the default: a small decoder by 8 to 64 workers over 3,000 steps, by all-reduce and by gossip.
 
 The page docs/benchmarks/default.md joins its curves with the times of the emulated cluster.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,28 +84,24 @@ def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
     return {**own, MIXED: mixed}
 
 
+FEW, MANY = (8, 16), (32, 64)
+"""The numbers of workers with three seeds, whose rates are chosen by whole trainings, and those with one."""
+
+
+def study(cells: tuple[tuple[int, int, int], ...], **others: Any) -> Study:
+    """Return a study of these cells. A worker reads four sequences of 32 symbols in each step."""
+    usual: dict[str, Any] = {"methods": methods, "rates": RATES, "points": 60, "by": "compile"}
+    return Study(partial(Text, 4), cells=cells, optimizers=optimizers, **{**usual, **others})
+
+
 def first_methods(workers: int) -> Mapping[str, Any]:
     """Return the methods of `FIRST`."""
     return {name: make for name, make in methods(workers).items() if name.removesuffix(", GossipAdamW") in FIRST}
 
 
-LANGUAGE = Study(
-    partial(Text, 4),
-    methods,
-    cells=(
-        *((n, STEPS, SEEDS[0]) for n in (8, 16, 32, 64)),
-        *((n, STEPS, seed) for n in (8, 16) for seed in SEEDS[1:]),
-    ),
-    rates=RATES,
-    points=60,
-    by="compile",
-    optimizers=optimizers,
-)
 DEFAULT: Mapping[str, Study] = {
-    "language": LANGUAGE,
-    "language_lengths": replace(
-        LANGUAGE, methods=first_methods, cells=tuple((8, 2000, seed) for seed in SEEDS), tuning=0.15, points=4
-    ),
+    "language": study(tuple((n, STEPS, seed) for seed in SEEDS for n in FEW), tuning=1.0),
+    "language_many": study(tuple((n, STEPS, SEEDS[0]) for n in MANY), tuning=0.2),
+    "language_lengths": study(tuple((8, 2000, seed) for seed in SEEDS), methods=first_methods, tuning=0.15, points=4),
 }
-"""The studies by name. A worker reads four sequences of 32 symbols in each step. Both write `language.csv`: the second
-one has trainings of a length of their own, and takes the rates that the first one has found in 300 steps."""
+"""The studies by name. All write `language.csv`; the last one has trainings of a length of their own."""

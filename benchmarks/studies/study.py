@@ -73,7 +73,8 @@ class Study:
         cells: (workers, steps, seed) of the trainings of all methods, in their order.
         rates: the grid of learning rates; a single one is not tuned.
         tuning: the share of the steps in a training that chooses a rate; 0: none does, and all methods train with all
-            rates.
+            rates. With 1 the training at the best rate is also that of the first seed: it has its rows twice, with and
+            without `is_tuning`.
         points: the number of points of a curve.
         compute, network, num_parameters: see `compare`.
         by: see `compare`; on the CPU only.
@@ -198,13 +199,21 @@ class Trainings:
         if rows.empty:
             if time.monotonic() > self.end:
                 return math.nan
-            found = self._train(key, seed)
+            found = self._twin(end) or self._train(key, seed)
             append_rows(self.path, found, seed=seed)
             print({name: found[-1][name] for name in (*KEY, "validation", "test", "cpu_seconds")}, flush=True)
             self.rows = rows_in(self.path, COLUMNS)
             rows = matching(self.rows, end)
         score = float(rows["validation"].iloc[-1])
         return score if math.isfinite(score) else math.inf
+
+    def _twin(self, end: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the rows of an equal training that was, or was not, for the choice of a rate; none: there is none."""
+        twin = {**end, "is_tuning": not end["is_tuning"]}
+        if matching(self.rows, twin).empty:
+            return []
+        rows = matching(self.rows, {name: value for name, value in twin.items() if name != "step"})
+        return [{**row, "is_tuning": end["is_tuning"]} for row in rows.to_dict("records")]
 
     def _train(self, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
         """Train once; returns the rows of its curve."""
@@ -239,7 +248,7 @@ def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int)
         compute=study.compute,
         num_parameters=study.num_parameters,
         by=study.by,
-        every=steps if key["is_tuning"] else max(steps // study.points, 1),
+        every=steps if key["is_tuning"] and study.tuning < 1 else max(steps // study.points, 1),
         progress=False,
     )
     rows = [

@@ -19,7 +19,7 @@ from benchmarks.pages import image_studies, study_tables
 from benchmarks.pages.study_tables import ends, progress
 from benchmarks.record import DTYPES, PROVENANCE
 from benchmarks.studies import __main__ as studies
-from benchmarks.studies import images, uneven
+from benchmarks.studies import images, study, uneven
 from benchmarks.studies.crossover import BATCH, CROSSOVER, NUM_IMAGES
 from benchmarks.studies.study import COLUMNS, Study, Trainings
 from gossip_modules import DiLoCo
@@ -61,8 +61,8 @@ LINE = Study(
 )
 
 
-def run(monkeypatch: pytest.MonkeyPatch, path: Path, *options: str) -> int:
-    monkeypatch.setattr(studies, "STUDIES", {"line": LINE})
+def run(monkeypatch: pytest.MonkeyPatch, path: Path, *options: str, study: Study = LINE) -> int:
+    monkeypatch.setattr(studies, "STUDIES", {"line": study})
     return studies.main(["line", "--output", str(path), *options])
 
 
@@ -72,6 +72,21 @@ def test_a_quick_study_trains_each_method_for_a_few_steps(tmp_path: Path, monkey
     rows = pd.read_csv(path, dtype=DTYPES)
     assert set(rows["method"]) == {"all-reduce", "SGP"}
     assert set(zip(rows["workers"], rows["steps"], rows["rate"], rows["is_tuning"])) == {(2, 8, 0.05, False)}
+
+
+def test_whole_trainings_that_choose_a_rate_are_those_of_the_first_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, num_trainings = tmp_path / "line.csv", []
+    train = study.by_compare
+    monkeypatch.setattr(study, "by_compare", lambda *args: num_trainings.append(1) or train(*args))
+    assert run(monkeypatch, path, study=replace(LINE, tuning=1.0)) == 0
+    rows = pd.read_csv(path, dtype=DTYPES)
+    tuning, curves = rows[rows["is_tuning"]], rows[~rows["is_tuning"]]
+    assert len(num_trainings) == 2 * (4 + 1)  # of two methods: four rates, and the second seed
+    assert curves.groupby(["method", "seed"])["rate"].agg(set).map(len).eq(1).all()
+    first = curves[curves["seed"] == 1].drop(columns="is_tuning").merge(tuning.drop(columns="is_tuning"))
+    assert len(first) == len(curves) / 2 == 2 * 4
 
 
 def test_numbers_of_workers_that_a_study_does_not_have(
