@@ -9,12 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.claims.base import Claim
+from benchmarks.claims.chaos import CHAOS
 from benchmarks.claims.default import DEFAULT
 from benchmarks.claims.elastic import ELASTIC
 from benchmarks.claims.images import IMAGES
+from benchmarks.claims.measured import MEASURED
+from benchmarks.claims.stragglers import STRAGGLERS
 from benchmarks.record import RESULTS
 
-SUBJECTS: Mapping[str, Mapping[str, Claim]] = {"default": DEFAULT, "elastic": ELASTIC, "images": IMAGES}
+SUBJECTS: Mapping[str, Mapping[str, Claim]] = {
+    "chaos": CHAOS,
+    "default": DEFAULT,
+    "elastic": ELASTIC,
+    "images": IMAGES,
+    "measured": MEASURED,
+    "stragglers": STRAGGLERS,
+}
 CLAIMS: Mapping[str, Claim] = {
     f"{subject}.{name}": claim for subject, claims in SUBJECTS.items() for name, claim in claims.items()
 }

@@ -46,12 +46,12 @@ MEMBERSHIP: Mapping[str, Page] = {
         "Training time when workers are killed",
         "elastic.csv",
         """\
-**No survivor fails, and the pause is at most a step and 50 ms.** One to three of eight workers are killed at once.
-With gossip, DiLoCo and the asynchronous methods, the slowest step of the survivors stays within twice the median and
-50 ms in 52 of 54 runs: MATCHA passed the bound by 20 ms once, and DiLoCo once, while other work slowed steps before
-the kill too. All-reduce needs a new generation first: it takes 254 to 314 ms, and 1.07 s while the store is gone.
-torchft, with a lighthouse that lives, takes 5.2 to 5.7 s for a step, mostly its default heartbeat limit: see the part
-about 8, 16 and 32 workers.""",
+**{elastic.survivors} survivor fails. The pause is at most a step and 50 ms in {elastic.within} runs; in the others
+{elastic.beyond}.** One to three of eight workers are killed at once. The bound, for gossip, DiLoCo and the asynchronous
+methods, is twice the median and 50 ms for the survivors' slowest step. All-reduce needs a new generation first:
+{elastic.reduced}, and {elastic.reduced_store} while the store is gone. After the restart the slowest step takes
+{elastic.joined}. torchft takes 5.2 to 5.7 s for a step, mostly its default heartbeat limit: see the part about 8, 16 and
+32 workers.""",
         {
             "method": ("method", "s"),
             "killed": ("killed", "d"),
@@ -130,14 +130,14 @@ workers. torchft does not report generations; its rows are older.""",
             ),
         ),
         question="What does a failure cost?",
-        result="With gossip, survivors wait for at most a step and 50 ms; torchft pauses for 5 s.",
+        result="In {elastic.within} runs survivors wait for at most a step and 50 ms.",
     ),
     "chaos": Page(
         "Training under a random fault every two seconds",
         "chaos.csv",
         """\
-**In ten to twelve minutes with 298 to 358 faults per method, no worker fails or hangs, and all methods but DiLoCo end
-within 0.5 points of their run without faults.** DiLoCo ends 0.7 points below, at a load of 25 to 40 processes. A kill
+**With {chaos.num_faults} faults per method, {chaos.failed} worker fails or hangs. Beside the run without faults,
+{chaos.far}.** Each run is one run, at a load of up to 40 processes. A kill
 costs 0.09 to 0.29 s, in the median over faults. A stop for longer than the deadline of 2 s costs the others 2 s once.
 
 ![The number of workers in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)""",
@@ -181,7 +181,8 @@ generations were not released.""",
             ),
         ),
         question="What does a failure cost?",
-        result="With 300 faults in ten minutes no worker fails; eight of nine methods end within 0.5 points.",
+        result="With {chaos.num_faults} faults {chaos.failed} worker fails. Beside the run without faults, "
+        "{chaos.far}.",
     ),
     "elastic_cost": Page(
         "Cost of a membership without failures",
