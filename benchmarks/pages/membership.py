@@ -137,7 +137,7 @@ workers. torchft does not report generations; its rows are older.""",
         "chaos.csv",
         """\
 **With {chaos.num_faults} faults per method, {chaos.failed} worker fails or hangs. Beside the run without faults,
-{chaos.far}.** Each run is one run, at a load of up to 40 processes. A kill
+{chaos.far}.** Each ran once, at a load of up to 40 processes. A kill
 costs 0.09 to 0.29 s, in the median over faults. A stop for longer than the deadline of 2 s costs the others 2 s once.
 
 ![The number of workers in the run with SGP, and the slowest step after each fault.](../assets/chaos.svg)""",
