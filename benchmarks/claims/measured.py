@@ -189,6 +189,17 @@ def ends(name: str, rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+_ENDS: dict[tuple[str, int], tuple[pd.DataFrame, pd.DataFrame]] = {}
+
+
+def ends_once(name: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return `ends` of a table, computed once; an entry keeps its table, so that no other one has its identity."""
+    key = name, id(rows)
+    if key not in _ENDS:
+        _ENDS[key] = rows, ends(name, rows)
+    return _ENDS[key][1]
+
+
 def shown(own: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a method that its table shows: of many in one study and setting, the best and the worst."""
     parts = []
@@ -248,7 +259,9 @@ def measured(slug: str, *frames: pd.DataFrame) -> str:
         frames: the rows of `HAVE_FILES`, and of the records.
     """
     *studies, records = frames
-    found = pd.concat([ends(name, rows) for name, rows in zip(HAVE_FILES, studies, strict=True)], ignore_index=True)
+    found = pd.concat(
+        [ends_once(name, rows) for name, rows in zip(HAVE_FILES, studies, strict=True)], ignore_index=True
+    )
     own = found[[slug_of(name) == slug for name in found["setting"]]]
     lines = [cells(row) for row in shown(own).itertuples()] if len(own) else []
     lines += record_cells(records, slug)
