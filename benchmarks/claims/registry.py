@@ -13,6 +13,7 @@ from benchmarks.claims.chaos import CHAOS
 from benchmarks.claims.default import DEFAULT
 from benchmarks.claims.elastic import ELASTIC
 from benchmarks.claims.images import IMAGES
+from benchmarks.claims.language import LANGUAGE
 from benchmarks.claims.measured import MEASURED
 from benchmarks.claims.stragglers import STRAGGLERS
 from benchmarks.record import RESULTS
@@ -22,6 +23,7 @@ SUBJECTS: Mapping[str, Mapping[str, Claim]] = {
     "default": DEFAULT,
     "elastic": ELASTIC,
     "images": IMAGES,
+    "language": LANGUAGE,
     "measured": MEASURED,
     "stragglers": STRAGGLERS,
 }

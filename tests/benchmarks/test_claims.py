@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks.claims import command, registry
 from benchmarks.claims.base import Claim
-from benchmarks.record import DTYPES, RESULTS
+from benchmarks.claims.figures import unclaimed
+from benchmarks.claims.measured import METHODS, SOURCES, WITHOUT_PAGE, slug_of
+from benchmarks.record import DTYPES, RESULTS, ROOT
 
 
 def test_all_pages_have_the_texts_of_the_rows() -> None:
@@ -75,3 +77,52 @@ def test_the_list_names_text_files_rows_and_pages() -> None:
     assert "default.osgp_1: " in found
     assert "    default_cells.csv: method osgp, rate_gbit 1: " in found
     assert "on docs/faq.md:" in found
+
+
+SECTIONS = {
+    "README.md": "A measured result",
+    "docs/index.md": "What you gain",
+    "docs/choosing.md": "Which graph?",
+    "docs/faq.md": "Results",
+    "docs/guides/default.md": "What you get",
+    **{f"docs/methods/{slug}.md": "Measured" for slug in METHODS},
+}
+"""The section of each page in which a number with a unit is a figure."""
+SETTINGS = {
+    ("README.md", "40 ms"),  # how a step of the emulated cluster is set up
+    ("docs/index.md", "40 ms"),
+}
+"""Numbers that say how something was measured."""
+
+
+@pytest.mark.parametrize("page", SECTIONS)
+def test_all_figures_of_a_page_are_claims(page: str) -> None:
+    found = unclaimed((ROOT / page).read_text(encoding="utf-8"), SECTIONS[page])
+    assert [f"{page}:{line}: {text}" for line, text in found if (page, text) not in SETTINGS] == []
+
+
+def test_a_figure_that_is_no_claim_is_found_with_its_line() -> None:
+    page = (
+        "# A page\n\nIt is **0.05\nnats** above, and 3 points below.\n\n## Measured\n\n"
+        "It took 50 ms, `99 ms`, [1](x3.md) and <!--claim a.b-->3 ms<!--/-->, 26 %, 1.5-points and 4 workers.\n"
+    )
+    assert list(unclaimed(page, "Measured")) == [(3, "**0.05 nats**"), (8, "50 ms"), (8, "26 %"), (8, "1.5-points")]
+    assert (4, "3 points") in list(unclaimed(page))
+
+
+def test_each_method_of_a_study_has_a_page_that_shows_it() -> None:
+    for name in SOURCES:
+        path = RESULTS / f"{name}.csv"
+        if path.is_file():
+            names = pd.read_csv(path)["method"].unique()
+            assert [x for x in names if not slug_of(x) and not WITHOUT_PAGE.match(x) and x != "ar"] == [], name
+
+
+def test_good_and_bad_rows_are_on_the_pages_of_methods() -> None:
+    wagma, pairs = ((ROOT / "docs" / "methods" / f"{name}.md").read_text("utf-8") for name in ("wagma", "adpsgd"))
+    rows = pd.read_csv(RESULTS / "worker_numbers.csv")
+    last = rows[~rows["is_tuning"] & (rows["step"] == rows["steps"]) & (rows["workers"] == 32)]
+    ends = last.pivot(index="seed", columns="method", values="test")
+    for text, name in ((wagma, "WAGMA-SGD"), (pairs, "AD-PSGD")):
+        gap = (ends[name] - ends["all-reduce"]).mean()
+        assert f"| 32 | SGD | {100 - ends[name].mean():.1f} % | {gap:+.2f} points" in text
