@@ -12,7 +12,7 @@ CODE = re.compile(
 )
 BOLD = re.compile(r"\*\*(?:(?!\*\*|\n\n).)*?\*\*", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.-])\.?\d[\d,.]*")
-UNITS = r"%|percent\b|points?\b|nats\b|bits\b|BLEU\b|ms\b|s\b|seconds\b|minutes\b|MB\b|GB\b|Mbit\b|times\b"
+UNITS = r"%|percent\b|points?\b|nats\b|bits\b|BLEU\b|ms\b|s\b|seconds\b|minutes\b|MB\b|GB\b|times\b"
 MEASURED = re.compile(rf"(?<![\w.-])\.?\d[\d,.]*(?:[ \n-](?:{UNITS})|%)")
 
 
