@@ -30,6 +30,7 @@ class Source:
         form: the format of a score.
         is_error: whether the rows have 100 less the score.
         base: the method that others are compared with.
+        page: the page of docs/benchmarks/; "": the one of the name of the file.
     """
 
     task: str
@@ -38,6 +39,7 @@ class Source:
     form: str
     is_error: bool = False
     base: str = "all-reduce"
+    page: str = ""
 
 
 POINTS, BLEU, NATS = ("%", "points"), ("BLEU", "BLEU"), ("nats", "nats")
@@ -56,7 +58,7 @@ SOURCES: Mapping[str, Source] = {
     "language": Source("language model", "AdamW", NATS, ".3f"),
     "outer_language": Source("language model", "AdamW", NATS, ".3f"),
     "outer_long": Source("language model, long", "AdamW", NATS, ".3f"),
-    "many_workers": Source("language model, short", "AdamW", NATS, ".3f"),
+    "many_workers": Source("language model, short", "AdamW", NATS, ".3f", page="lab"),
     "regions": Source("language model, regions", "AdamW", NATS, ".3f"),
 }
 """By the name of the file and of the page, in the order of the tables; a study that has not run yet has no file."""
@@ -215,7 +217,7 @@ def cells(row: Any) -> dict[str, str]:
     """Return the cells of a row of `ends`."""
     source = SOURCES[row.page]
     unit, points = source.unit
-    task = f"[{source.task}{', ' * bool(row.split)}{row.split}](../benchmarks/{row.page}.md)"
+    task = f"[{source.task}{', ' * bool(row.split)}{row.split}](../benchmarks/{source.page or row.page}.md)"
     star = "*" if row.is_end else ""
     if row.is_base:
         gap = "(the base)"

@@ -50,8 +50,8 @@ MEMBERSHIP: Mapping[str, Page] = {
 {elastic.beyond}.** One to three of eight workers are killed at once. The bound, for gossip, DiLoCo and the asynchronous
 methods, is twice the median and 50 ms for the survivors' slowest step. All-reduce needs a new generation first:
 {elastic.reduced}, and {elastic.reduced_store} while the store is gone. After the restart the slowest step takes
-{elastic.joined}. torchft takes 5.2 to 5.7 s for a step, mostly its default heartbeat limit: see the part about 8, 16 and
-32 workers.""",
+{elastic.joined}. torchft takes 5.2 to 5.7 s for a step, mostly its default heartbeat limit: see the part about 8, 16
+and 32 workers.""",
         {
             "method": ("method", "s"),
             "killed": ("killed", "d"),
