@@ -20,7 +20,7 @@ from benchmarks.tables import table
 
 
 @dataclass(frozen=True)
-class Source:
+class ShownStudy:
     """A study, as the tables of methods show it.
 
     Attributes:
@@ -44,22 +44,22 @@ class Source:
 
 POINTS, BLEU, NATS = ("%", "points"), ("BLEU", "BLEU"), ("nats", "nats")
 ALL_LINKS = "MATCHA, budget 1"
-SOURCES: Mapping[str, Source] = {
-    "worker_numbers": Source("CIFAR-10, batch normalisation", "SGD", POINTS, ".1f", is_error=True),
-    "resnet": Source("CIFAR-10, ResNet-20", "SGD", POINTS, ".1f", is_error=True),
-    "accuracy_bytes": Source("CIFAR-10, ring of 8", "SGD", POINTS, ".1f", is_error=True),
-    "uneven_data": Source("CIFAR-10, uneven data", "SGD", POINTS, ".1f", is_error=True),
-    "uneven_workers": Source("CIFAR-10", "SGD", POINTS, ".1f", is_error=True),
-    "straggler_accuracy": Source("drawn digits, late workers", "SGD", POINTS, ".1f", is_error=True),
-    "wagma_ablations": Source("drawn digits", "SGD", POINTS, ".1f", is_error=True),
-    "wagma_ablations_images": Source("CIFAR-10, batch normalisation", "SGD", POINTS, ".1f", is_error=True),
-    "matcha_time": Source("drawn digits", "SGD", POINTS, ".1f", is_error=True, base=ALL_LINKS),
-    "translation": Source("Multi30k", "Adam", BLEU, ".1f", is_error=True),
-    "language": Source("language model", "AdamW", NATS, ".3f"),
-    "outer_language": Source("language model", "AdamW", NATS, ".3f"),
-    "outer_long": Source("language model, long", "AdamW", NATS, ".3f"),
-    "many_workers": Source("language model, short", "AdamW", NATS, ".3f", page="lab"),
-    "regions": Source("language model, regions", "AdamW", NATS, ".3f"),
+SOURCES: Mapping[str, ShownStudy] = {
+    "worker_numbers": ShownStudy("CIFAR-10, batch normalisation", "SGD", POINTS, ".1f", is_error=True),
+    "resnet": ShownStudy("CIFAR-10, ResNet-20", "SGD", POINTS, ".1f", is_error=True),
+    "accuracy_bytes": ShownStudy("CIFAR-10, ring of 8", "SGD", POINTS, ".1f", is_error=True),
+    "uneven_data": ShownStudy("CIFAR-10, uneven data", "SGD", POINTS, ".1f", is_error=True),
+    "uneven_workers": ShownStudy("CIFAR-10", "SGD", POINTS, ".1f", is_error=True),
+    "straggler_accuracy": ShownStudy("drawn digits, late workers", "SGD", POINTS, ".1f", is_error=True),
+    "wagma_ablations": ShownStudy("drawn digits", "SGD", POINTS, ".1f", is_error=True),
+    "wagma_ablations_images": ShownStudy("CIFAR-10, batch normalisation", "SGD", POINTS, ".1f", is_error=True),
+    "matcha_time": ShownStudy("drawn digits", "SGD", POINTS, ".1f", is_error=True, base=ALL_LINKS),
+    "translation": ShownStudy("Multi30k", "Adam", BLEU, ".1f", is_error=True),
+    "language": ShownStudy("language model", "AdamW", NATS, ".3f"),
+    "outer_language": ShownStudy("language model", "AdamW", NATS, ".3f"),
+    "outer_long": ShownStudy("language model, long", "AdamW", NATS, ".3f"),
+    "many_workers": ShownStudy("language model, short", "AdamW", NATS, ".3f", page="lab"),
+    "regions": ShownStudy("language model, regions", "AdamW", NATS, ".3f"),
 }
 """By the name of the file and of the page, in the order of the tables; a study that has not run yet has no file."""
 RECORDS = "records.csv"
