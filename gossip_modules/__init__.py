@@ -42,6 +42,7 @@ from .membership.membership import Membership
 from .metrics import MetricsLogger
 from .optim.delayed_nesterov import DelayedNesterov
 from .optim.gossip_adamw import GossipAdamW
+from .optim.mixed_momentum import MixedMomentum
 from .optim.muon import MuonAdamW
 from .schedule import Schedule
 from .transport.connect import connect
@@ -91,6 +92,7 @@ __all__ = [
     "MatchaGraph",
     "Membership",
     "MetricsLogger",
+    "MixedMomentum",
     "Moniqua",
     "MuLoCo",
     "MuonAdamW",

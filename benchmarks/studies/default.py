@@ -5,7 +5,6 @@ The page docs/benchmarks/default.md joins its curves with the times of the emula
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ GOSSIP: Mapping[str, Any] = {
 }
 """Methods that train by GossipAdamW."""
 MIXED = "SGP, momentum mixed too, GossipAdamW"
-"""The method whose optimizer is `MixedMomentum`."""
+"""The method whose model has a `MixedMomentum`."""
 ROUNDED: Mapping[str, Any] = {
     "SGP, bfloat16": LabPlan.of("sgp", wire_dtype=torch.bfloat16),
     "Overlap SGP, bfloat16": LabPlan.of("osgp", wire_dtype=torch.bfloat16),
@@ -42,28 +41,9 @@ ROUNDED: Mapping[str, Any] = {
 """Methods with messages in bfloat16, for 8 workers."""
 
 
-class MixedMomentum(GossipAdamW):
-    """GossipAdamW whose first moments are mixed as SGP mixes models, for all workers at once.
-
-    The library has no such method. It is here to show how much of the gap to all-reduce the noise of the workers' own
-    steps makes. Its messages have twice the bytes, so take them for those of SGP with two peers.
-    """
-
-    def update(self) -> None:
-        """See `StepOptimizer`: mix the first moments of the last step, then step."""
-        for group in self.param_groups:
-            for x in group["params"]:
-                if state := self.state[x]:
-                    shift = 2 ** ((state["step"] - 1) % math.ceil(math.log2(len(x))))
-                    state["exp_avg"].copy_(state["exp_avg"].lerp(state["exp_avg"].roll(shift, 0), 0.5))
-        super().update()
-
-
-def gossip_adamw(
-    make: type[GossipAdamW], workers: int, parameters: list[nn.Parameter], rate: float
-) -> torch.optim.Optimizer:
+def gossip_adamw(workers: int, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
     """Return GossipAdamW with the settings that AdamW has in `Text`."""
-    return make(parameters, rate, BETAS, weight_decay=WEIGHT_DECAY, num_ranks=workers)
+    return GossipAdamW(parameters, rate, BETAS, weight_decay=WEIGHT_DECAY, num_ranks=workers)
 
 
 FIRST = ("all-reduce, AdamW", "SGP", "Overlap SGP", "SGP, bfloat16", "Overlap SGP, bfloat16", "SGP, 2 peers")
@@ -79,9 +59,8 @@ def methods(workers: int) -> Mapping[str, Any]:
 
 def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
     """Return GossipAdamW for the methods that have it in their names."""
-    usual, mixed = (partial(gossip_adamw, make, workers) for make in (GossipAdamW, MixedMomentum))
-    own = {name: usual for name in methods(workers) if name.endswith("GossipAdamW")}
-    return {**own, MIXED: mixed}
+    make = partial(gossip_adamw, workers)
+    return {name: make for name in methods(workers) if name.endswith("GossipAdamW")}
 
 
 FEW, MANY = (8, 16), (32, 64)
@@ -91,7 +70,7 @@ FEW, MANY = (8, 16), (32, 64)
 def study(cells: tuple[tuple[int, int, int], ...], **others: Any) -> Study:
     """Return a study of these cells. A worker reads four sequences of 32 symbols in each step."""
     usual: dict[str, Any] = {"methods": methods, "rates": RATES, "points": 60, "by": "compile"}
-    return Study(partial(Text, 4), cells=cells, optimizers=optimizers, **{**usual, **others})
+    return Study(partial(Text, 4), cells=cells, optimizers=optimizers, mixes_momentum={MIXED}, **{**usual, **others})
 
 
 def first_methods(workers: int) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.record import append_rows, matching, provenance, rows_in
+from gossip_modules import MixedMomentum
 from gossip_modules.lab import Compute, Network, compare
 
 KEY = ("method", "workers", "rate", "steps", "is_tuning")
@@ -82,6 +83,7 @@ class Study:
         candidates: the methods of which only the one with the best short training is trained to the end.
         optimizers: makes the optimizers of methods by their names, from the number of workers; a method without an
             entry has the task's.
+        mixes_momentum: the names of the methods whose models have a `MixedMomentum`.
         train: trains once, by (study, task, values of `KEY`, seed), and returns the points of the curve by `COLUMNS`.
             A column may be missing. None: by `compare`.
     """
@@ -99,6 +101,7 @@ class Study:
     has_device: bool = False
     candidates: frozenset[str] = frozenset()
     optimizers: Callable[[int], Mapping[str, MakeOptimizer]] = lambda workers: {}
+    mixes_momentum: Collection[str] = ()
     train: Callable[[Study, StudyTask, Mapping[str, Any], int], list[dict[str, Any]]] | None = None
 
     def of(self, workers: Sequence[int]) -> Study:
@@ -235,7 +238,7 @@ def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int)
 
     found = compare(
         {key["method"]: study.methods(key["workers"])[key["method"]]},
-        model=task.model,
+        model=partial(_with_momentum, task) if key["method"] in study.mixes_momentum else task.model,
         loss=task.loss,
         data=task.batch,
         optimizer=lambda parameters: optimizer(parameters, key["rate"]),
@@ -256,3 +259,9 @@ def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int)
         for row, (validation, test) in zip(found.rows, scores, strict=True)
     ]
     return rows[1:]  # without the first step, before which all methods are alike
+
+
+def _with_momentum(task: StudyTask) -> nn.Module:
+    model = task.model()
+    MixedMomentum(model)
+    return model

@@ -28,6 +28,8 @@ class Selection:
     | running statistics: `running_` or `moving_` and `mean`,   | averaged   | averaged                      |
     | `var`, `variance` or `std`, of any module                 |            |                               |
     | named by `gossip_buffers=[...]`                           | averaged   | averaged                      |
+    | of a submodule with a true `mixes_buffers`:               | averaged   | averaged                      |
+    | `MixedMomentum`                                           |            |                               |
     | u and v of `spectral_norm`, hook and parametrization      | local      | u, v of the averaged weight   |
     | other persistent ones: masks of `prune`, queues, memory   | local      | the values of rank 0, whole   |
     | banks, counters, codebooks, constants                     |            |                               |
@@ -60,6 +62,13 @@ class Selection:
         _check_found("ignore", self.ignore, [name for name, _ in _tensors(module)], "parameter or buffer", module)
         if not isinstance(self.gossip_buffers, bool):
             _check_found("gossip_buffers", self.gossip_buffers, floats, "floating-point buffer", module)
+        for owner, attribute, name, _ in _owned(module):
+            if getattr(owner, "mixes_buffers", False) and not self.averages(owner, attribute, name):
+                raise ValueError(
+                    f"got gossip_buffers={self.gossip_buffers!r} and a {type(owner).__name__}, whose buffer {name!r} "
+                    "it leaves local, expected all of them mixed; leave gossip_buffers out, or add "
+                    f"'{name.removesuffix(attribute)}*' to its list"
+                )
 
     def ignored(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters and buffers to leave local, by all their names in `module`."""
@@ -108,7 +117,10 @@ class Selection:
             return False
         if not isinstance(self.gossip_buffers, bool):
             return _matches(name, self.gossip_buffers)
-        return self.gossip_buffers and is_persistent(owner, attribute) and _STATISTIC.search(attribute) is not None
+        if not self.gossip_buffers:
+            return False
+        is_statistic = is_persistent(owner, attribute) and _STATISTIC.search(attribute) is not None
+        return is_statistic or getattr(owner, "mixes_buffers", False)
 
     def averaged(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the averaged buffers of `module`, by name."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..flat.slots import Slot, in_order
+from ..optim.mixed_momentum import MixedMomentum, buffer_name, keep_moments_in
 from ..rounds.requests import SGDStep
 from ..rounds.rows import Indices
 from .clock import Exchanges
@@ -133,6 +134,7 @@ class Models:
         self._leaves: list[WorkerParameters] = []
         if task.optimizer is not None:
             self._make_optimizers(task.optimizer, is_alone)
+            self._keep_moments()
         make = task.scheduler
         self._schedulers: list[LRScheduler] = [] if make is None else [make(each) for each in self.optimizers]
 
@@ -162,6 +164,17 @@ class Models:
                 return
         self._is_stacked, self._leaves = False, [own, *map(leaves, range(1, len(self.x)))]
         self.optimizers = [first, *map(make, self._leaves[1:])]
+
+    def _keep_moments(self) -> None:
+        """Keep the first moments of the optimizers in buffers, if the model has a `MixedMomentum`."""
+        for prefix, module in self.module.named_modules():
+            if isinstance(module, MixedMomentum):
+                parent = prefix.rpartition(".")[0]
+                names = {f"{parent}.{name}": f"{prefix}.{buffer_name(name)}" for name in module.names}
+                for worker, (optimizer, leaves) in enumerate(zip(self.optimizers, self._leaves, strict=True)):
+                    rows = ... if self._is_stacked else worker
+                    pairs = [(leaf, self.buffers[names[name]][rows]) for name, leaf in zip(self.names, leaves)]
+                    keep_moments_in(optimizer, pairs.copy)
 
     def views(self, x: Tensor) -> dict[str, Tensor]:
         """Return x [n, d] as the parameters by name, [n, *shape]; shares memory."""
