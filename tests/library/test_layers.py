@@ -107,7 +107,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "doctor": {"devices", "graph_manager", "lab", "matcha", "registry", "transport"},
         "lab": {
             *("state", "flat", "graph_manager", "mixing_manager", "compression", "schedule"),
-            *("algorithms", "extras", "mailbox", "rounds", "registry", "methods", "wrappers"),
+            *("algorithms", "extras", "mailbox", "rounds", "optim", "registry", "methods", "wrappers"),
         },
         "methods": {*_WRAPPERS, "algorithms", "extras", "registry"},
         "testing": {"mailbox", "membership", "transport"},
