@@ -10,7 +10,8 @@ legible on a phone.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from html import escape
 from math import atan2, cos, hypot, pi, sin
@@ -31,7 +32,9 @@ LIGHT = {
     "blue": "#3949ab",
     "orange": "#c2570c",
     "green": "#00796b",
+    "purple": "#8e24aa",
     "pale": "#e4e7f2",
+    "paper": "#fff",
 }
 DARK = {
     "ink": "#e4e4e4",
@@ -39,7 +42,9 @@ DARK = {
     "blue": "#7f8ff0",
     "orange": "#ffab5c",
     "green": "#4fc3b0",
+    "purple": "#d38ae6",
     "pale": "#3a3f55",
+    "paper": "#1b1d28",
 }
 """A browser takes DARK where the page, or else the reader's system, is dark."""
 Point = tuple[float, float]
@@ -80,8 +85,12 @@ class Drawing:
 
     def node(self, at: Point, text: str, *, radius: float = 16, color: str = "blue") -> None:
         """A circle with a few letters in it."""
-        self._add(f'<circle cx="{_n(at[0])}" cy="{_n(at[1])}" r="{_n(radius)}" class="f-{color}"/>')
+        self.dot(at, radius=radius, color=color)
         self.text((at[0], at[1] + 4.5), text, color="paper", bold=True)
+
+    def dot(self, at: Point, *, radius: float = 2.4, color: str = "blue") -> None:
+        """A full circle."""
+        self._add(f'<circle cx="{_n(at[0])}" cy="{_n(at[1])}" r="{_n(radius)}" class="f-{color}"/>')
 
     def line(self, points: Sequence[Point], *, color: str = "muted", dashed: bool = False, width: float = 1.5) -> None:
         """Straight lines from point to point."""
@@ -117,12 +126,9 @@ class Drawing:
 
     def svg(self) -> str:
         """The picture as the text of a file."""
-        style = (
-            "".join(_rules(LIGHT, "#fff"))
-            + "@media(prefers-color-scheme:dark){"
-            + "".join(_rules(DARK, "#1b1d28"))
-            + "}"
-        )
+        used = set(re.findall(r'class="(\w-\w+)"', "".join(self._elements)))
+        light, dark = ("".join(_rules(colors, used)) for colors in (LIGHT, DARK))
+        style = f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
         return "\n".join(
             [
                 f'<svg xmlns="{XMLNS}" viewBox="0 0 {WIDTH} {_n(self.height)}" font-family="sans-serif">',
@@ -141,9 +147,13 @@ def _n(value: float) -> str:
     return f"{value:.1f}".rstrip("0").rstrip(".")
 
 
-def _rules(colors: Mapping[str, str], paper: str) -> list[str]:
+def _rules(colors: Mapping[str, str], used: Collection[str]) -> list[str]:
+    kinds = {"f": "fill", "s": "stroke"}
     return [
-        f".f-{name}{{fill:{color}}}.s-{name}{{stroke:{color}}}" for name, color in {**colors, "paper": paper}.items()
+        f".{kind}-{name}{{{what}:{color}}}"
+        for name, color in colors.items()
+        for kind, what in kinds.items()
+        if f"{kind}-{name}" in used
     ]
 
 
@@ -199,6 +209,8 @@ def push_sum() -> Drawing:
         for row, (name, before, now) in enumerate((("x", x, after), ("w", w, weight))):
             text = f"{name}: {_fraction(before[rank])} → {_fraction(now[rank])}"
             drawing.text((label_x, label_y + 17 * row), text, color="orange" if name == "x" else "green", anchor=anchor)
+    for rank, (kept_x, kept_y, anchor) in enumerate(((186, 46, "end"), (352, 174, "start"), (68, 174, "end"))):
+        drawing.text((kept_x, kept_y), f"keeps {_fraction(shares[rank, rank])}", color="muted", anchor=anchor)
     for rank, (y, anchor, label_x) in enumerate(((64, "start", 238), (240, "middle", 330), (240, "middle", 90))):
         drawing.text((label_x, y), f"z = x / w = {_fraction(after[rank] / weight[rank])}", anchor=anchor, bold=True)
     return drawing
@@ -265,12 +277,12 @@ def outer_step() -> Drawing:
             points.append((x + side * cos(slope), y + side * sin(slope)))
         drawing.line([*points[:-1], end], color="blue", width=1.6)
         for point in points[1:-1]:
-            drawing.node(point, "", radius=2.4)
+            drawing.dot(point)
         drawing.node(end, str(worker), radius=11)
     drawing.arrow(anchor, after, color="orange", gap=10, width=2.4)
     drawing.node(anchor, "φ", radius=11, color="orange")
     drawing.node(after, "φ'", radius=12, color="orange")
-    drawing.node(mean, "", radius=5, color="green")
+    drawing.dot(mean, radius=5, color="green")
     drawing.text((60, 218), "anchor", color="orange")
     drawing.text((18, 40), "blue: H optimizer steps", color="blue", anchor="start")
     drawing.text((18, 57), "of each worker, alone", color="blue", anchor="start")
@@ -325,7 +337,7 @@ def membership_states() -> Drawing:
     drawing.arrow((258, 270), (154, 270), color="green")
     notes((206, 286), "a heartbeat", color="green", anchor="middle")
     drawing.arrow((326, 240), (326, 186), color="orange")
-    notes((318, 209), "deadline passed,", "or link closed", color="orange", anchor="end")
+    notes((318, 200), "deadline", "passed, or", "link closed", color="orange", anchor="end")
     drawing.arrow((326, 146), (154, 66), color="green")
     notes((258, 84), "it lives:", "it joins again by itself", color="green")
     drawing.line([(394, 166), (410, 166), (410, 396)], color="muted", width=1.8)
