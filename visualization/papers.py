@@ -1,0 +1,219 @@
+"""The papers' own figures, drawn from the rows of benchmarks/results/, as SVG files of docs/assets.
+
+python -m visualization.papers                    # writes all of them
+python -m visualization.papers --output /tmp
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from visualization.charts import Curve, Look, Panel, Range, Scale, ranges, ticks
+from visualization.command import run_command
+from visualization.diagrams import FOLDER, Drawing
+from visualization.logs.tables import read_columns
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+STUDY = ("method", "workers", "seed", "steps", "step", "is_tuning", "seconds", "megabytes", "test", "waiting")
+"""The columns of a study that pictures need."""
+LOOKS: Mapping[str, Look] = {
+    "all-reduce": Look("ink"),
+    "SGP": Look("blue"),
+    "Overlap SGP": Look("blue", dashed=True),
+    "D-PSGD": Look("orange"),
+    "AD-PSGD": Look("green"),
+    "WAGMA-SGD": Look("purple"),
+}
+CODES: Mapping[str, tuple[str, Look]] = {
+    "D-PSGD": ("D-PSGD", Look("orange")),
+    "Moniqua, 8 bits": ("Moniqua, 8 bits", Look("ink")),
+    "PowerGossip, rank 1": ("PowerGossip", Look("blue")),
+    "CHOCO, signs": ("CHOCO, signs", Look("green")),
+    "CHOCO, top 1 %": ("CHOCO, top 1 %", Look("green", dashed=True)),
+    "DeepSqueeze, signs": ("DeepSqueeze", Look("purple")),
+}
+"""Label and look of the methods on a ring."""
+BUDGETS: Mapping[float, Look] = {
+    1.0: Look("ink"),
+    0.5: Look("blue"),
+    0.25: Look("green"),
+    0.1: Look("orange"),
+}
+ABLATIONS: Mapping[str, str] = {
+    **{f"groups of {size}": "blue" for size in (2, 4, 8, 16, 64)},
+    "fixed groups of 8": "orange",
+    "no groups": "orange",
+}
+"""The colour of each ablation of WAGMA-SGD."""
+
+
+def trainings(path: Path) -> pd.DataFrame:
+    """Return the curves of the trainings of a study that did not choose a rate, with the accuracy in percent."""
+    rows = read_columns(path, STUDY, source="benchmarks.studies")
+    return rows[~rows["is_tuning"]].assign(accuracy=100 - rows["test"])
+
+
+def last(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the last row of each training."""
+    return rows[rows["step"] == rows["steps"]]
+
+
+def accuracy_workers(path: Path) -> Drawing:
+    """Accuracy against the number of workers, at equal numbers of images."""
+    means = last(trainings(path)).groupby(["method", "workers"])["accuracy"].mean()
+    drawing = Drawing(PICTURES["accuracy_workers"].title, 300)
+    x = Scale(
+        sorted(means.index.get_level_values("workers").unique()), "workers (CIFAR-10, equal numbers of images)", True
+    )
+    shown = means[list(LOOKS)]
+    panel = Panel(drawing, (36, 30), (280, 220), x, Scale(ticks(shown), "accuracy, %"))
+    panel.curves([Curve(name, look, list(means[name].items())) for name, look in LOOKS.items()])
+    return drawing
+
+
+def accuracy_bytes(path: Path) -> Drawing:
+    """Accuracy against the bytes that a worker has sent."""
+    curves = trainings(path).groupby(["method", "step"])[["megabytes", "accuracy"]].mean()
+    drawing = Drawing(PICTURES["accuracy_bytes"].title, 300)
+    x = Scale((1, 10, 100, 1000, 4000), "MB sent by a worker (CIFAR-10, ring of 8)", is_log=True)
+    y = Scale(ticks(curves.loc[list(CODES)]["accuracy"]), "accuracy, %")
+    panel = Panel(drawing, (36, 30), (270, 220), x, y)
+    panel.curves([Curve(label, look, _points(curves.loc[name])) for name, (label, look) in CODES.items()])
+    return drawing
+
+
+def _points(rows: pd.DataFrame) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in rows.itertuples(index=False)]
+
+
+def error_bits(path: Path) -> Drawing:
+    """Bits until the consensus error is 1 %, of each code that reaches it with all seeds."""
+    rows = read_columns(path, ("method", "step_size", "run_seed", "rounds", "megabits"), source="benchmarks.studies")
+    seeds, found = rows["run_seed"].nunique(), []
+    for (name, _), own in rows.groupby(["method", "step_size"], sort=False):
+        if len(own) == seeds and own["megabits"].notna().all():
+            mbit = own["megabits"]
+            color = "orange" if name == "plain" else "blue" if str(name).startswith("power") else "green"
+            found.append(Range(str(name), mbit.mean(), mbit.min(), mbit.max(), color, f"{own['rounds'].mean():.0f}"))
+    found.sort(key=lambda row: row.mean)
+    drawing = Drawing(PICTURES["error_bits"].title, 76 + 20 * len(found))
+    drawing.text((372, 20), "rounds", color="muted", size=12, anchor="start")
+    x = Scale((0.5, 1, 2, 5, 10, 20), "Mbit of a worker until the error is 1 % (ring of 8)", is_log=True)
+    ranges(drawing, 32, 128, 240, x, found)
+    return drawing
+
+
+def matcha_budgets(path: Path) -> Drawing:
+    """The error on graph 0 against steps and against time, for each budget."""
+    rows = trainings(path)
+    names = {budget: f"graph 0, budget {budget:g}" for budget in BUDGETS}
+    curves = rows.groupby(["method", "step"])[["seconds", "test"]].mean()
+    drawing = Drawing(PICTURES["matcha_budgets"].title, 520)
+    shown = pd.concat([curves.loc[name] for name in names.values()])
+    y = Scale((8, 10, 20, 50, 100) if shown["test"].min() >= 8 else (5, 10, 20, 50, 100), "test error, %", is_log=True)
+    steps, seconds = int(rows["steps"].max()), float(shown["seconds"].max())
+    for number, (column, title, end) in enumerate(
+        (("step", "steps (graph 0, 8 workers)", steps), ("seconds", "seconds", seconds))
+    ):
+        panel = Panel(drawing, (36, 30 + 260 * number), (276, 180), Scale(ticks((0, end), 4), title), y)
+        own = []
+        for budget, look in BUDGETS.items():
+            points = curves.loc[names[budget]].reset_index()[[column, "test"]]
+            own.append(Curve(f"budget {budget:g}", look, _points(points)))
+        panel.curves(own)
+    return drawing
+
+
+def wagma_ablations(path: Path) -> Drawing:
+    """Accuracy with groups of several sizes, with fixed groups and without groups, for images and digits."""
+    drawing, top = Drawing(PICTURES["wagma_ablations"].title, 2 * 214 + 8), 32.0
+    for title, file in (("CIFAR-10", path), ("drawn digits", path.with_name("wagma_ablations.csv"))):
+        ends = last(trainings(file)).groupby("method")["accuracy"].agg(["mean", "min", "max", "count"])
+        found = [
+            Range(name, *ends.loc[name, ["mean", "min", "max"]], color, f"{ends.loc[name, 'mean']:.1f}")
+            for name, color in ABLATIONS.items()
+        ]
+        drawing.text((128, top - 14), f"{title}, 64 workers", size=12, anchor="start", bold=True)
+        x = Scale(ticks([*ends["min"], *ends["max"]], 4), "accuracy, % (mean, lowest and highest seed)")
+        top = ranges(drawing, top, 128, 240, x, found) + 22
+    return drawing
+
+
+def late_throughput(path: Path) -> Drawing:
+    """Images in a second by 64 workers, of which two are late in each step."""
+    ends = last(trainings(path))
+    compute = 0.6 + 0.32 * 2 / 64  # seconds of a step, mean over workers
+    shares = (1 - ends.groupby("method")["waiting"].mean()).sort_values(ascending=False)
+    found = []
+    for name, share in shares.items():
+        speed = 64 / (compute / share)
+        look = LOOKS.get(str(name).partition(", 2")[0], Look("muted"))
+        found.append(Range(str(name), speed, 0.0, speed, look.color, f"{speed:.0f}"))
+    drawing = Drawing(PICTURES["late_throughput"].title, 76 + 20 * len(found))
+    drawing.text((12, 18), "64 workers, two of them 320 ms late in each step", size=12, anchor="start", bold=True)
+    ranges(drawing, 32, 112, 256, Scale(ticks((0, 64 / compute), 5), "steps of all workers in a second"), found)
+    return drawing
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of a paper.
+
+    Attributes:
+        csv: the file in benchmarks/results/; others beside it may be read too.
+        title: what the picture shows.
+        draw: draws it from that file.
+    """
+
+    csv: str
+    title: str
+    draw: Callable[[Path], Drawing]
+
+
+PICTURES: Mapping[str, Picture] = {
+    "accuracy_workers": Picture(
+        "worker_numbers.csv", "Accuracy of six methods with 4, 8, 16 and 32 workers", accuracy_workers
+    ),
+    "accuracy_bytes": Picture(
+        "accuracy_bytes.csv", "Accuracy against megabytes sent, for D-PSGD and five compressed methods", accuracy_bytes
+    ),
+    "error_bits": Picture(
+        "consensus_codes.csv", "Megabits until the workers agree to 1 %, for each compressor", error_bits
+    ),
+    "matcha_budgets": Picture(
+        "matcha_time.csv", "Test error of MATCHA against steps and against seconds, for four budgets", matcha_budgets
+    ),
+    "wagma_ablations": Picture(
+        "wagma_ablations_images.csv",
+        "Accuracy of WAGMA-SGD with groups of 2 to 64 workers, fixed groups, and no groups",
+        wagma_ablations,
+    ),
+    "late_throughput": Picture(
+        "straggler_accuracy.csv", "Steps in a second of six methods with two late workers of 64", late_throughput
+    ),
+}
+"""By the name of the file."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write all pictures whose rows are there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=FOLDER, help="folder to write to")
+    folder = parser.parse_args(arguments).output
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in PICTURES.items():
+        if not (RESULTS / picture.csv).exists():
+            print(f"not drawn: {name}: got no {picture.csv}, expected the rows of its study")
+            continue
+        path = folder / f"{name}.svg"
+        path.write_text(picture.draw(RESULTS / picture.csv).svg(), encoding="utf-8")
+        print(f"drew {path}")
+
+
+if __name__ == "__main__":
+    run_command(main)
