@@ -82,7 +82,7 @@ def accuracy_bytes(path: Path) -> Drawing:
     drawing = Drawing(PICTURES["accuracy_bytes"].title, 300)
     x = Scale((1, 10, 100, 1000, 4000), "MB sent by a worker (CIFAR-10, ring of 8)", is_log=True)
     y = Scale(ticks(curves.loc[list(CODES)]["accuracy"]), "accuracy, %")
-    panel = Panel(drawing, (36, 30), (270, 220), x, y)
+    panel = Panel(drawing, (36, 30), (264, 220), x, y)
     panel.curves([Curve(label, look, _points(curves.loc[name])) for name, (label, look) in CODES.items()])
     return drawing
 

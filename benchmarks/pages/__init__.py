@@ -29,8 +29,8 @@ from benchmarks.pages.lab_studies import lab_page
 from benchmarks.pages.mailbox import MAILBOX
 from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
+from benchmarks.pages.published import reproduction_page
 from benchmarks.pages.records import RECORDS
-from benchmarks.pages.reproduction import reproduction_page
 from benchmarks.pages.setup import SETUP_PAGE
 from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING

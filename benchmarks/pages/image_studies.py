@@ -1,21 +1,19 @@
-"""Pages of the studies of `benchmarks.studies.images`, and their rows of the page Reproduction."""
+"""Pages of the studies of `benchmarks.studies.images`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.claims.images import every_study, gaps, measured, with_spread
 from benchmarks.pages.base import QUESTIONS, Page
-from benchmarks.pages.headline import IN_PART, NO, YES, Headline, by_effect, by_limit, by_ratio, rows_of
+from benchmarks.pages.headline import EXACT, rows_of
 from benchmarks.pages.markdown import table
 from benchmarks.pages.study_tables import all_rows, ends, has_trainings, study_page, together, trainings
 
-EXACT = 1e-5
-"""Errors are float32: gaps are compared with thresholds plus this."""
 SETUP = """\
 This is [a study in the Lab](setup.md#studies-in-the-lab) with {task}, in batches of {batch}. {more}"""
 ENDS = {
@@ -72,20 +70,6 @@ def bytes_summary(rows: pd.DataFrame) -> str:
     return table(bytes_ends(rows), columns)
 
 
-def power_headline() -> tuple[str, str]:
-    """PowerGossip beside D-PSGD."""
-    power = of(bytes_ends(rows_of("accuracy_bytes.csv")), "PowerGossip, rank 1")
-    verdict = by_limit(power["gap"], 1.0 + EXACT, 2.0)
-    return f"{beside(power['gap'], 'D-PSGD')}, {power['ratio']:.0f} times fewer bytes", verdict
-
-
-def matcha_headline() -> tuple[str, str]:
-    """MATCHA with half of the messages beside D-PSGD."""
-    half = of(bytes_ends(rows_of("accuracy_bytes.csv")), "MATCHA, budget 0.5")
-    text = f"{beside(half['gap'], 'D-PSGD')}, {half['ratio']:.1f} times fewer bytes"
-    return text, by_limit(half["gap"], 0.5 + EXACT, 1.0)
-
-
 # Numbers of workers.
 
 NUMBERS_BATCH = 8
@@ -137,15 +121,6 @@ COLUMNS = """\
 Both tables have points below all-reduce with the same seed: the mean, the lowest and the highest."""
 
 
-def sgp_headline() -> tuple[str, str]:
-    """SGP with the most workers beside all-reduce."""
-    found = ends(rows_of("worker_numbers.csv"), "all-reduce")
-    sgp = found[found["method"] == "SGP"].sort_values("workers")
-    last = sgp.iloc[-1]
-    text = "; ".join(f"{beside(row.gap, 'it')} with {row.workers}" for row in sgp.itertuples())
-    return text, by_limit(last["gap"], 1.2 + EXACT, 2.4)
-
-
 # Stragglers.
 
 COMPUTE = 0.6 + 0.32 * 2 / 64
@@ -194,15 +169,6 @@ def late_summary(rows: pd.DataFrame) -> str:
         late_ends(rows),
         {**ENDS, "step": ("s per step", ".3f"), "own": ("steps of a worker", ".0f"), "reached": (head, ".0f")},
     )
-
-
-def wagma_headline() -> tuple[str, str]:
-    """The time of a step of all-reduce and of SGP over that of WAGMA."""
-    found = late_ends(rows_of("straggler_accuracy.csv"))
-    wagma, base, sgp = (of(found, name)["step"] for name in ("WAGMA-SGD", "all-reduce", "SGP, 2 peers"))
-    verdicts = by_ratio(base / wagma, 1.26), by_ratio(sgp / wagma, 1.25)
-    text = f"{base / wagma:.2f} times all-reduce, {sgp / wagma:.2f} times SGP with two peers"
-    return text, min(verdicts, key=[NO, IN_PART, YES].index)
 
 
 # MATCHA.
@@ -262,12 +228,6 @@ def matcha_summary(rows: pd.DataFrame) -> str:
     found = matcha_ends(rows)
     whole = found[found["budget"] == 1].set_index("graph")["seconds_to"]
     return table(found.assign(factor=found["graph"].map(whole) / found["seconds_to"]), columns)
-
-
-def matcha_time_headline() -> tuple[str, str]:
-    """The time of D-PSGD over that of MATCHA with the best budget."""
-    best = fastest(matcha_ends(rows_of("matcha_time.csv")))["factor"]
-    return f"{best.min():.1f} to {best.max():.1f} times less on {len(best)} graphs", by_effect(best.max() - 1, 4.0)
 
 
 PLANNED = {"accuracy_bytes": 33, "worker_numbers": 132, "straggler_accuracy": 18, "matcha_time": 90}
@@ -383,47 +343,3 @@ all links in each round, with MATCHA's weights. Times are those of 14.7 M parame
 
 
 IMAGE_STUDIES: Mapping[str, Page] = pages()
-
-IMAGE_HEADLINES: Sequence[Headline] = (
-    Headline(
-        "PowerGossip",
-        "the accuracy of D-PSGD on a ring of 8 with 30 to 50 times fewer bytes (ResNet-20, CIFAR-10)",
-        "CIFAR-10 at 16 pixels, 22,154 parameters, 14,000 steps",
-        ("accuracy_bytes.csv",),
-        "accuracy_bytes",
-        power_headline,
-    ),
-    Headline(
-        "MATCHA",
-        "a budget of 0.5 costs no accuracy",
-        "CIFAR-10 at 16 pixels, 22,154 parameters, 14,000 steps on a ring of 8",
-        ("accuracy_bytes.csv",),
-        "accuracy_bytes",
-        matcha_headline,
-    ),
-    Headline(
-        "SGP",
-        "32 nodes: within 1.2 points of all-reduce (76.2 %), ResNet-50 on ImageNet",
-        "CIFAR-10 at 16 pixels, 22,282 parameters, batch normalisation, equal numbers of images",
-        ("worker_numbers.csv",),
-        "worker_numbers",
-        sgp_headline,
-    ),
-    Headline(
-        "WAGMA-SGD",
-        "throughput 1.26 times that of all-reduce and 1.25 times that of SGP, 64 GPUs, two random ones 320 ms late",
-        "the times of the paper in the Lab, 64 workers",
-        ("straggler_accuracy.csv",),
-        "straggler_accuracy",
-        wagma_headline,
-    ),
-    Headline(
-        "MATCHA",
-        "up to 5 times less time than D-PSGD to the same training loss",
-        "drawn digits of 6 x 6 pixels, the six published graphs in the Lab",
-        ("matcha_time.csv",),
-        "matcha_time",
-        matcha_time_headline,
-    ),
-)
-"""The headlines of papers that these studies measure."""

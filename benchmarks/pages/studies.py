@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.pages.base import Page
 from benchmarks.pages.computed_studies import COMPUTED_HEADLINES, COMPUTED_STUDIES
+from benchmarks.pages.founding import FOUNDING
 from benchmarks.pages.headline import Headline
-from benchmarks.pages.image_studies import IMAGE_HEADLINES, IMAGE_STUDIES
+from benchmarks.pages.image_studies import IMAGE_STUDIES
 from benchmarks.pages.language_studies import LANGUAGE_HEADLINES, LANGUAGE_STUDIES
 from benchmarks.pages.outer_studies import OUTER_HEADLINES, OUTER_STUDIES
+from benchmarks.pages.paper_studies import PAPER_STUDIES
 from benchmarks.pages.region_study import REGION_HEADLINES, REGION_STUDY
 from benchmarks.pages.resnet_study import RESNET_STUDY
 from benchmarks.pages.translation_study import TRANSLATION_HEADLINES, TRANSLATION_STUDY
@@ -17,6 +19,7 @@ from benchmarks.pages.translation_study import TRANSLATION_HEADLINES, TRANSLATIO
 STUDIES: Mapping[str, Page] = {
     **IMAGE_STUDIES,
     **RESNET_STUDY,
+    **PAPER_STUDIES,
     **LANGUAGE_STUDIES,
     **OUTER_STUDIES,
     **TRANSLATION_STUDY,
@@ -28,7 +31,7 @@ STUDIES: Mapping[str, Page] = {
 REPRODUCED: Sequence[Headline] = [
     each
     for each in (
-        *IMAGE_HEADLINES,
+        *FOUNDING,
         *LANGUAGE_HEADLINES,
         *OUTER_HEADLINES,
         *TRANSLATION_HEADLINES,
