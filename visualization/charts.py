@@ -35,7 +35,7 @@ class Curve(NamedTuple):
     points: Sequence[Point]
 
 
-class Range(NamedTuple):
+class SeedRange(NamedTuple):
     """A dot for a mean, and a line from the lowest to the highest value, in a row of its own."""
 
     label: str
@@ -83,7 +83,7 @@ def ticks(values: Iterable[float], count: int = 5) -> list[float]:
     return [float(f"{number * step:.10g}") if step < 1 else int(number * step) for number in range(first, last + 1)]
 
 
-class Panel:
+class Plane:
     """A box of a drawing with two axes.
 
     Args:
@@ -163,7 +163,7 @@ def apart(heights: Sequence[float], least: float, *, top: float, bottom: float) 
     return found
 
 
-def ranges(drawing: Drawing, top: float, left: float, width: float, x: Scale, rows: Sequence[Range]) -> float:
+def ranges(drawing: Drawing, top: float, left: float, width: float, x: Scale, rows: Sequence[SeedRange]) -> float:
     """Draw a row for each range, with its label on the left and its note on the right; returns the height below them.
 
     Args:

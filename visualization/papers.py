@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.charts import Curve, Look, Panel, Range, Scale, ranges, ticks
+from visualization.charts import Curve, Look, Plane, Scale, SeedRange, ranges, ticks
 from visualization.command import run_command
 from visualization.diagrams import FOLDER, Drawing
 from visualization.logs.tables import read_columns
@@ -71,7 +71,7 @@ def accuracy_workers(path: Path) -> Drawing:
         sorted(means.index.get_level_values("workers").unique()), "workers (CIFAR-10, equal numbers of images)", True
     )
     shown = means[list(LOOKS)]
-    panel = Panel(drawing, (36, 30), (280, 220), x, Scale(ticks(shown), "accuracy, %"))
+    panel = Plane(drawing, (36, 30), (280, 220), x, Scale(ticks(shown), "accuracy, %"))
     panel.curves([Curve(name, look, list(means[name].items())) for name, look in LOOKS.items()])
     return drawing
 
@@ -82,7 +82,7 @@ def accuracy_bytes(path: Path) -> Drawing:
     drawing = Drawing(PICTURES["accuracy_bytes"].title, 300)
     x = Scale((1, 10, 100, 1000, 4000), "MB sent by a worker (CIFAR-10, ring of 8)", is_log=True)
     y = Scale(ticks(curves.loc[list(CODES)]["accuracy"]), "accuracy, %")
-    panel = Panel(drawing, (36, 30), (264, 220), x, y)
+    panel = Plane(drawing, (36, 30), (264, 220), x, y)
     panel.curves([Curve(label, look, _points(curves.loc[name])) for name, (label, look) in CODES.items()])
     return drawing
 
@@ -99,7 +99,9 @@ def error_bits(path: Path) -> Drawing:
         if len(own) == seeds and own["megabits"].notna().all():
             mbit = own["megabits"]
             color = "orange" if name == "plain" else "blue" if str(name).startswith("power") else "green"
-            found.append(Range(str(name), mbit.mean(), mbit.min(), mbit.max(), color, f"{own['rounds'].mean():.0f}"))
+            found.append(
+                SeedRange(str(name), mbit.mean(), mbit.min(), mbit.max(), color, f"{own['rounds'].mean():.0f}")
+            )
     found.sort(key=lambda row: row.mean)
     drawing = Drawing(PICTURES["error_bits"].title, 76 + 20 * len(found))
     drawing.text((372, 20), "rounds", color="muted", size=12, anchor="start")
@@ -120,7 +122,7 @@ def matcha_budgets(path: Path) -> Drawing:
     for number, (column, title, end) in enumerate(
         (("step", "steps (graph 0, 8 workers)", steps), ("seconds", "seconds", seconds))
     ):
-        panel = Panel(drawing, (36, 30 + 260 * number), (276, 180), Scale(ticks((0, end), 4), title), y)
+        panel = Plane(drawing, (36, 30 + 260 * number), (276, 180), Scale(ticks((0, end), 4), title), y)
         own = []
         for budget, look in BUDGETS.items():
             points = curves.loc[names[budget]].reset_index()[[column, "test"]]
@@ -135,7 +137,7 @@ def wagma_ablations(path: Path) -> Drawing:
     for title, file in (("CIFAR-10", path), ("drawn digits", path.with_name("wagma_ablations.csv"))):
         ends = last(trainings(file)).groupby("method")["accuracy"].agg(["mean", "min", "max", "count"])
         found = [
-            Range(name, *ends.loc[name, ["mean", "min", "max"]], color, f"{ends.loc[name, 'mean']:.1f}")
+            SeedRange(name, *ends.loc[name, ["mean", "min", "max"]], color, f"{ends.loc[name, 'mean']:.1f}")
             for name, color in ABLATIONS.items()
         ]
         drawing.text((128, top - 14), f"{title}, 64 workers", size=12, anchor="start", bold=True)
@@ -153,7 +155,7 @@ def late_throughput(path: Path) -> Drawing:
     for name, share in shares.items():
         speed = 64 / (compute / share)
         look = LOOKS.get(str(name).partition(", 2")[0], Look("muted"))
-        found.append(Range(str(name), speed, 0.0, speed, look.color, f"{speed:.0f}"))
+        found.append(SeedRange(str(name), speed, 0.0, speed, look.color, f"{speed:.0f}"))
     drawing = Drawing(PICTURES["late_throughput"].title, 76 + 20 * len(found))
     drawing.text((12, 18), "64 workers, two of them 320 ms late in each step", size=12, anchor="start", bold=True)
     ranges(drawing, 32, 112, 256, Scale(ticks((0, 64 / compute), 5), "steps of all workers in a second"), found)

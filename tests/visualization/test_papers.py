@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from visualization.charts import Curve, Look, Panel, Range, Scale, apart, ranges, ticks
+from visualization.charts import Curve, Look, Plane, Scale, SeedRange, apart, ranges, ticks
 from visualization.diagrams import DARK, FOLDER, LIGHT, WIDTH, Drawing
 from visualization.papers import PICTURES, RESULTS, main
 
@@ -88,16 +88,16 @@ def test_labels_do_not_run_into_each_other(heights: list[float]) -> None:
     assert [found[i] for i in order] == ordered
 
 
-def test_a_panel_draws_curves_with_labels_and_rows_draw_their_ranges() -> None:
+def test_a_plane_draws_curves_with_labels_and_rows_draw_their_ranges() -> None:
     drawing = Drawing("a", 200)
-    panel = Panel(drawing, (40, 20), (200, 100), Scale((0, 10), "steps"), Scale((0, 1), "error"))
-    panel.curves([Curve("one", Look("blue", dashed=True), [(0, 0), (10, 1)])])
+    plane = Plane(drawing, (40, 20), (200, 100), Scale((0, 10), "steps"), Scale((0, 1), "error"))
+    plane.curves([Curve("one", Look("blue", dashed=True), [(0, 0), (10, 1)])])
     text = drawing.svg()
     assert 'd="M40 120L240 20" class="s-blue" stroke-width="1.8" stroke-dasharray' in text
     assert '<circle cx="240" cy="20"' in text
     assert ">one</text>" in text
     drawing = Drawing("b", 100)
-    assert ranges(drawing, 10, 100, 200, Scale((0, 100), "%"), [Range("x", 50, 25, 75, note="n")]) == 74
+    assert ranges(drawing, 10, 100, 200, Scale((0, 100), "%"), [SeedRange("x", 50, 25, 75, note="n")]) == 74
     text = drawing.svg()
     assert 'd="M150 18L250 18" class="s-blue"' in text
     assert '<circle cx="200" cy="18"' in text
