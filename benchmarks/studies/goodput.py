@@ -8,6 +8,10 @@ until it is back:
 
     goodput = 1 / (1 + n pause / M) (1 - min(1, missing / M))
 
+A job that restarts loses the work since the last checkpoint, every C seconds. Failures come at random, so with a
+failure every m = M / n and a restart of R seconds the time from one checkpoint to the next is (m + R) (exp(C / m) - 1)
+on average. The pause of a failure is the time beyond C, by the failures in C.
+
 Pauses are those of `elastic_scale.csv` and `elastic.csv`; see `pauses`.
 """
 
@@ -30,8 +34,8 @@ LLAMA_HOURS = 54 * 24 * 16_384 / 419
 """Hours between unexpected interruptions of one GPU in the training of Llama 3: 419 in 54 days with 16,384 GPUs."""
 WORKER_HOURS = {"Llama 3": LLAMA_HOURS / GPUS, "100 times as often": LLAMA_HOURS / GPUS / 100, "one an hour": 1.0}
 """Hours between failures of a worker, by name."""
-CHECKPOINT_SECONDS = 600.0
-"""Between checkpoints of a job that restarts, an assumption; writing one takes no time here."""
+CHECKPOINT_SECONDS = (600.0, 30.0)
+"""Between checkpoints of jobs that restart, an assumption; writing one takes no time here."""
 START_SECONDS = 15.0
 """From the failure of a worker, or of a job, until it is started and trains again: an assumption."""
 
@@ -39,11 +43,11 @@ START_SECONDS = 15.0
 class Pause(NamedTuple):
     """What a failure costs, in seconds.
 
-    all_seconds: the time that all workers lose, with n workers, as a function of n.
+    all_seconds: the time that all workers lose, as a function of their number and of M.
     missing_seconds: the time for which the worker that failed is missing.
     """
 
-    all_seconds: Callable[[int], float]
+    all_seconds: Callable[[int, float], float]
     missing_seconds: float
 
 
@@ -55,7 +59,7 @@ def goodput(num_workers: int, between_seconds: float, pause: Pause) -> float:
         between_seconds: M, the time between failures of one worker.
         pause: the cost of a failure.
     """
-    lost = num_workers * pause.all_seconds(num_workers) / between_seconds
+    lost = num_workers * pause.all_seconds(num_workers, between_seconds) / between_seconds
     return (1 - min(1.0, pause.missing_seconds / between_seconds)) / (1 + lost)
 
 
@@ -64,7 +68,7 @@ def pauses() -> dict[str, Pause]:
 
     - A membership, with SGP: the slowest step after a kill less the median step, and likewise after the join.
     - torchft: the slowest step after a kill less the median step, most of it the time limit for heartbeats, 5 s.
-    - DDP: the job starts again, and repeats half of the time between two checkpoints on average.
+    - DDP: the job starts again, and repeats the work since its last checkpoint.
 
     Pauses after a kill were measured with 8, 16 and 32 workers. Beyond 32 they go on along the line from 16 to 32,
     although two cores shared by all processes make most of this growth.
@@ -74,16 +78,23 @@ def pauses() -> dict[str, Pause]:
     killed = (steps["slowest_after_kill_ms"] - steps["median_ms"]) / 1e3
     lives = elastic[(elastic["store"] == "lives") & (elastic["method"] == "SGP")]
     joined = float((lives["slowest_after_join_ms"] - lives["median_ms"]).median()) / 1e3
-    again = START_SECONDS + CHECKPOINT_SECONDS / 2
     torchft = "torchft, all-reduce"
     return {
         "SGP with a membership": Pause(partial(_along, killed["SGP"], joined), START_SECONDS),
         torchft: Pause(partial(_along, killed[torchft], 0.0), START_SECONDS),
-        "DDP, restarted": Pause(lambda n: again, 0.0),
+        **{f"DDP, a checkpoint every {c:g} s": Pause(partial(_restart, c), 0.0) for c in CHECKPOINT_SECONDS},
     }
 
 
-def _along(measured: pd.Series, more: float, num_workers: int) -> float:
+def _restart(checkpoint_seconds: float, num_workers: int, between_seconds: float) -> float:
+    """Return the mean time that a failure costs a job that restarts."""
+    between = between_seconds / num_workers
+    with np.errstate(over="ignore"):
+        whole = (between + START_SECONDS) * np.expm1(checkpoint_seconds / between)
+    return float((whole - checkpoint_seconds) * between / checkpoint_seconds)
+
+
+def _along(measured: pd.Series, more: float, num_workers: int, between_seconds: float) -> float:
     """Return a pause between the measured ones, or beyond them along the last line; and more seconds."""
     counts, seconds = measured.index.to_numpy(), measured.to_numpy()
     slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
@@ -102,7 +113,7 @@ def cells(rows: Callable[[], Any]) -> Iterator[Cell]:
 def _row(num_workers: int, between_seconds: float, pause: Pause) -> Mapping[str, Any]:
     return {
         "worker_hours": round(between_seconds / 3600, 3),
-        "pause_seconds": round(pause.all_seconds(num_workers), 4),
+        "pause_seconds": round(pause.all_seconds(num_workers, between_seconds), 4),
         "missing_seconds": pause.missing_seconds,
         "goodput": round(goodput(num_workers, between_seconds, pause), 6),
     }

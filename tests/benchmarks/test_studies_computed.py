@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_measured_utilisation_is_a_local_step_over_a_step_of_the_method(monkeypa
 
 
 def test_goodput_by_hand() -> None:
-    pause = goodput.Pause(lambda n: 0.5 * n, 100.0)
+    pause = goodput.Pause(lambda n, between: 0.5 * n, 100.0)
     assert goodput.goodput(10, 1000.0, pause) == pytest.approx(0.9 / 1.05)
     assert goodput.goodput(10, 50.0, pause) == 0.0
 
@@ -116,22 +117,35 @@ def test_goodput_equals_a_training_in_the_lab_with_deaths_and_joins() -> None:
     training = LabTraining(LabPlan.of("sgp"), setting, task, events)
     for _ in training.run(100):
         pass
-    pause = goodput.Pause(lambda n: 1.0, 0.0)
+    pause = goodput.Pause(lambda n, between: 1.0, 0.0)
     assert 10 / training.seconds == pytest.approx(goodput.goodput(4, 4 * 10.0, pause), rel=1e-4)
 
 
 def test_pauses_are_those_of_the_tables_and_go_on_along_their_last_line() -> None:
-    sgp, torchft, ddp = goodput.pauses().values()
+    sgp, torchft, ddp, often = goodput.pauses().values()
+    hour = 3600.0
     scale = pd.read_csv(goodput.RESULTS / "elastic_scale.csv").query("method == 'SGP'")
     pause = (scale["slowest_after_kill_ms"] - scale["median_ms"]).to_numpy() / 1e3
-    measured = [sgp.all_seconds(n) for n in (8, 16, 32)]
+    measured = [sgp.all_seconds(n, hour) for n in (8, 16, 32)]
     assert [b - a for a, b in itertools.pairwise(measured)] == pytest.approx(
         [b - a for a, b in itertools.pairwise(pause)]
     )
     assert measured[0] > pause[0]
-    assert sgp.all_seconds(48) - measured[2] == pytest.approx(measured[2] - measured[1])
-    assert torchft.all_seconds(8) > 4.8
-    assert ddp.all_seconds(8) > 300
+    assert sgp.all_seconds(48, hour) - measured[2] == pytest.approx(measured[2] - measured[1])
+    assert torchft.all_seconds(8, hour) > 4.8
+    assert ddp.all_seconds(8, 1e9) == pytest.approx(15 + 300, rel=1e-3)  # rare failures: half of an interval is lost
+    assert often.all_seconds(8, 1e9) == pytest.approx(15 + 15, rel=1e-3)
+
+
+def test_a_job_that_fails_more_often_than_it_saves_hardly_goes_on() -> None:
+    """Drawn failures, one every 112 s on average, with a checkpoint every 600 s."""
+    draw, seconds, num_intervals = np.random.default_rng(0), 0.0, 200
+    for _ in range(num_intervals):
+        while (until := draw.exponential(112.5)) < 600:
+            seconds += until + goodput.START_SECONDS
+        seconds += 600
+    pause = goodput.pauses()["DDP, a checkpoint every 600 s"]
+    assert 600 * num_intervals / seconds == pytest.approx(goodput.goodput(32, 3600.0, pause), rel=0.2)
 
 
 def test_rows_of_goodput_are_those_of_the_pauses_of_today() -> None:
@@ -146,9 +160,12 @@ def test_a_sentence_has_whole_shares() -> None:
     rows = pd.DataFrame(
         {"workers": workers, "failures": failures, "system": system, "goodput": share}
         for workers, failures in ((32, "one an hour"), (1024, "Llama 3"))
-        for system, share in (("a", 1.0), ("b", 0.9), ("c", 0.5))
+        for system, share in (("a", 1.0), ("b", 0.9), ("c", 0.5), ("d", 0.25))
     )
-    assert "keeps 100.00 %, torchft 90.00 %, and DDP with restarts 50.00 % of its time" in pages.goodput_said(rows)
+    expected = (
+        "keeps 100.00 %, torchft 90.00 %, and DDP 50.00 % with a checkpoint every ten minutes, 25.00 % with one every"
+    )
+    assert expected in pages.goodput_said(rows)
 
 
 # Agreement.
