@@ -61,6 +61,7 @@ def commands(name: str) -> list[str]:
     return list(pd.read_csv(RESULTS / name, usecols=["command"])["command"].unique())
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import:RuntimeWarning")  # of modules imported before
 @pytest.mark.parametrize("name", [path.name for path in FILES if path.name not in UNTYPED])
 def test_the_commands_of_rows_can_be_typed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in commands(name):
@@ -68,6 +69,7 @@ def test_the_commands_of_rows_can_be_typed(name: str, monkeypatch: pytest.Monkey
             parse(command, monkeypatch)
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import:RuntimeWarning")
 @pytest.mark.parametrize("name", sorted(UNTYPED))
 def test_a_file_of_an_earlier_script_has_a_command_that_cannot_be_typed(
     name: str, monkeypatch: pytest.MonkeyPatch
