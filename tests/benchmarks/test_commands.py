@@ -52,8 +52,9 @@ def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda *a, **o: ended(parse_args, *a, **o))
     monkeypatch.setattr(tyro, "cli", lambda *a, **o: ended(cli, *a, **o))
     monkeypatch.setattr(sys, "argv", [str(found[0]), *arguments])
-    run = runpy.run_module if is_module else runpy.run_path
-    run(name, run_name="__main__")
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)  # tyro looks up annotations in the main module
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def commands(name: str) -> list[str]:
