@@ -136,13 +136,13 @@ def wagma_ablations(path: Path) -> Drawing:
     drawing, top = Drawing(PICTURES["wagma_ablations"].title, 2 * 214 + 8), 32.0
     for title, file in (("CIFAR-10", path), ("drawn digits", path.with_name("wagma_ablations.csv"))):
         ends = last(trainings(file)).groupby("method")["accuracy"].agg(["mean", "min", "max", "count"])
-        found = [
-            SeedRange(name, *ends.loc[name, ["mean", "min", "max"]], color, f"{ends.loc[name, 'mean']:.1f}")
-            for name, color in ABLATIONS.items()
-        ]
-        drawing.text((128, top - 14), f"{title}, 64 workers", size=12, anchor="start", bold=True)
+        found = []
+        for name, color in ABLATIONS.items():
+            mean, low, high = (float(ends.loc[name, column]) for column in ("mean", "min", "max"))
+            found.append(SeedRange(name, mean, low, high, color, f"{mean:.1f}"))
+        drawing.text((134, top - 14), f"{title}, 64 workers", size=12, anchor="start", bold=True)
         x = Scale(ticks([*ends["min"], *ends["max"]], 4), "accuracy, % (mean, lowest and highest seed)")
-        top = ranges(drawing, top, 128, 240, x, found) + 22
+        top = ranges(drawing, top, 134, 234, x, found) + 22
     return drawing
 
 
