@@ -15,6 +15,7 @@ from benchmarks.claims.elastic import ELASTIC
 from benchmarks.claims.images import IMAGES
 from benchmarks.claims.language import LANGUAGE
 from benchmarks.claims.measured import MEASURED
+from benchmarks.claims.outer import OUTER
 from benchmarks.claims.stragglers import STRAGGLERS
 from benchmarks.record import RESULTS
 
@@ -25,6 +26,7 @@ SUBJECTS: Mapping[str, Mapping[str, Claim]] = {
     "images": IMAGES,
     "language": LANGUAGE,
     "measured": MEASURED,
+    "outer": OUTER,
     "stragglers": STRAGGLERS,
 }
 CLAIMS: Mapping[str, Claim] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.claims.outer import ADAPTERS, ALL, AVERAGES, BASE, DILOCO, short_ends, with_parts
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import IN_PART, NO, YES, Headline, by_limit, rows_of
 from benchmarks.pages.language_studies import language_ends, language_rows, language_summary, of
@@ -14,8 +15,6 @@ from benchmarks.pages.markdown import grid, table
 from benchmarks.pages.study_tables import has_trainings, study_page, together, trainings
 
 LONG, SHORT = "outer_long.csv", "outer_short.csv"
-ALL, ADAPTERS = "all parameters", "LoRA"
-BASE, DILOCO, AVERAGES = "all-reduce", "DiLoCo", "plain averages"
 LONG_PLANNED, SHORT_TRAININGS = 57, 192
 """Trainings of all seeds, methods and, in short training, rates."""
 THEIRS: Mapping[tuple[str, int], float] = {(DILOCO, 2): 9.9, (DILOCO, 4): 11.3, (AVERAGES, 2): 0.6}
@@ -91,37 +90,6 @@ Local SGD is DiLoCo with an outer rate of 1 and no momentum. Steps are compiled.
 # Short fine-tuning.
 
 
-def short_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the test losses of each method at its best rate and at the best rate of all-reduce.
-
-    A rate is the best one by the validation loss, in the mean over seeds.
-
-    Returns:
-        trained, workers, method, rate, seeds, loss, lowest, highest; own and equal (per cent above all-reduce, in the
-        mean over seeds: each method at its best rate, and both at the best rate of all-reduce).
-    """
-    found = []
-    for (trained, workers), cell in with_parts(trainings(rows)).groupby(["trained", "workers"], sort=False):
-        best = {name: own.groupby("rate")["validation"].mean().idxmin() for name, own in cell.groupby("part")}
-        ends = cell.set_index(["part", "rate", "seed"])["test"].sort_index()
-        base = ends[BASE, best[BASE]]
-        for name, rate in best.items():
-            own, equal = ends[name, rate], ends[name, best[BASE]]
-            above = (100 * (each / base - 1).mean() for each in (own, equal))
-            found.append((trained, workers, name, rate, len(own), own.mean(), own.min(), own.max(), *above))
-    names = ["trained", "workers", "method", "rate", "seeds", "loss", "lowest", "highest", "own", "equal"]
-    return pd.DataFrame(found, columns=names).sort_values(["trained", "workers", "loss"], ascending=[False, True, True])
-
-
-def with_parts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows with the columns `part`, the method without its suffix, and `trained`, the trained parameters."""
-    is_lora = rows["method"].str.endswith(f", {ADAPTERS}")
-    return rows.assign(
-        part=rows["method"].str.removesuffix(f", {ADAPTERS}"),
-        trained=is_lora.map({True: ADAPTERS, False: ALL}),
-    )
-
-
 def percents(found: pd.DataFrame, method: str, column: str) -> str:
     """Return how far a method is above all-reduce in words, with each number of workers, all parameters trained."""
     own = found[(found["method"] == method) & (found["trained"] == ALL)].set_index("workers")[column]
@@ -135,9 +103,10 @@ def short_said(rows: pd.DataFrame) -> str:
     return (
         f"**After 256 steps of fine-tuning, with six outer steps, the loss of DiLoCo beside all-reduce is "
         f"{percents(found, DILOCO, 'equal')} workers, and of plain averages {percents(found, AVERAGES, 'equal')}.** "
-        f"All methods have the best rate of all-reduce there. With the best rate of each method the loss of DiLoCo is "
-        f"{percents(found, DILOCO, 'own')} workers, and of plain averages {percents(found, AVERAGES, 'own')}. {YETO} "
-        f"publishes {together(theirs)}, for adapters of a model of 27 B parameters, all with one rate."
+        f"All have the best rate of all-reduce there; seeds: {found['seeds'].max()}. With the best rate of each "
+        f"method the loss of DiLoCo is {percents(found, DILOCO, 'own')} workers, and of plain averages "
+        f"{percents(found, AVERAGES, 'own')}. {YETO} publishes {together(theirs)}, for adapters of a model of 27 B "
+        "parameters, all with one rate."
     )
 
 
@@ -173,9 +142,11 @@ def short_rows(rows: pd.DataFrame) -> str:
 
 def short_headline() -> tuple[str, str]:
     """Plain averages at the best rate of all-reduce, with two workers, as yeto compares them."""
-    found = short_ends(rows_of(SHORT)).set_index(["trained", "workers", "method"])["equal"].sort_index()
+    ends = short_ends(rows_of(SHORT))
+    found = ends.set_index(["trained", "workers", "method"])["equal"].sort_index()
     both = {trained: found[trained, 2] for trained in (ALL, ADAPTERS) if (trained, 2, BASE) in found.index}
     text = "; ".join(f"{name}: DiLoCo {x[DILOCO]:+.1f} %, averages {x[AVERAGES]:+.1f} %" for name, x in both.items())
+    text += f"; seeds: {ends['seeds'].max()}"
     near = all(by_limit(x[AVERAGES], THEIRS[AVERAGES, 2], 2 * THEIRS[AVERAGES, 2]) != NO for x in both.values())
     gap = THEIRS[DILOCO, 2] - THEIRS[AVERAGES, 2]
     shares = [(x[DILOCO] - x[AVERAGES]) / gap for x in both.values()]
@@ -207,7 +178,7 @@ OUTER_STUDIES: Mapping[str, Page] = {
         "outer_short",
         "Short fine-tuning with outer steps",
         short_said,
-        has_trainings(*((name, n) for name in (BASE, DILOCO, AVERAGES) for n in (2, 4))),
+        has_trainings(*((name, 2) for name in (BASE, DILOCO, AVERAGES))),
         planned=SHORT_TRAININGS,
         render=short_rows,
         summary=short_summary,
@@ -228,9 +199,9 @@ _HEADLINES: Sequence[Headline] = (
         long_headline,
     ),
     Headline(
-        "Local SGD, DiLoCo (yeto)",
-        "256 steps of fine-tuning, H = 42, 2 workers: DiLoCo +9.9 % of the loss, plain averages +0.6 %",
-        "decoder of 20,480 parameters, 6 outer steps, 3 seeds",
+        "DiLoCo",
+        "256 steps of fine-tuning, H = 42, 2 workers: DiLoCo +9.9 % of the loss, plain averages +0.6 %, by yeto",
+        "decoder of 20,480 parameters, 6 outer steps",
         (SHORT,),
         "outer_short",
         short_headline,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.claims.outer import short_ends
 from benchmarks.pages import outer_studies as page
 from benchmarks.pages.headline import IN_PART, NO, YES
 from benchmarks.studies import outer_steps, small_decoder
@@ -115,7 +116,7 @@ def test_methods_are_compared_at_their_own_best_rates_and_at_the_rate_of_all_red
         **{("DiLoCo", rate, seed): 2.0 * seed * worse for seed in (1, 2) for rate, worse in ((0.1, 1.2), (0.2, 1.05))},
         **{(f"{name}, LoRA", 0.3, 1): loss for name, loss in (("all-reduce", 4.0), ("DiLoCo", 3.0))},
     }
-    found = page.short_ends(short_rows(losses)).set_index(["trained", "method"]).sort_index(ascending=False)
+    found = short_ends(short_rows(losses)).set_index(["trained", "method"]).sort_index(ascending=False)
     assert found["rate"].to_dict() == {
         ("all parameters", "all-reduce"): 0.1,
         ("all parameters", "DiLoCo"): 0.2,
@@ -137,7 +138,7 @@ def test_the_short_runs_of_yeto(diloco: float, averages: float, verdict: str, mo
     monkeypatch.setattr(page, "rows_of", lambda csv: short_rows(losses))
     text, found = page.short_headline()
     assert found == verdict
-    assert text == f"all parameters: DiLoCo {diloco:+.1f} %, averages {averages:+.1f} %"
+    assert text == f"all parameters: DiLoCo {diloco:+.1f} %, averages {averages:+.1f} %; seeds: 1"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""Claims about short fine-tuning with six outer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pandas as pd
+
+from benchmarks.claims.base import Claim
+from benchmarks.studies.ends import trainings
+
+ALL, ADAPTERS = "all parameters", "LoRA"
+BASE, DILOCO, AVERAGES = "all-reduce", "DiLoCo", "plain averages"
+
+
+def with_parts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with the columns `part`, the method without its suffix, and `trained`, the trained parameters."""
+    is_lora = rows["method"].str.endswith(f", {ADAPTERS}")
+    return rows.assign(
+        part=rows["method"].str.removesuffix(f", {ADAPTERS}"),
+        trained=is_lora.map({True: ADAPTERS, False: ALL}),
+    )
+
+
+def short_ends(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the test losses of each method at its best rate and at the best rate of all-reduce.
+
+    A rate is the best one by the validation loss, in the mean over seeds.
+
+    Args:
+        rows: of outer_short.csv.
+
+    Returns:
+        trained, workers, method, rate, seeds, loss, lowest, highest; own and equal (per cent above all-reduce, in the
+        mean over seeds: each method at its best rate, and both at the best rate of all-reduce).
+    """
+    found = []
+    for (trained, workers), cell in with_parts(trainings(rows)).groupby(["trained", "workers"], sort=False):
+        best = {name: own.groupby("rate")["validation"].mean().idxmin() for name, own in cell.groupby("part")}
+        ends = cell.set_index(["part", "rate", "seed"])["test"].sort_index()
+        base = ends[BASE, best[BASE]]
+        for name, rate in best.items():
+            own, equal = ends[name, rate], ends[name, best[BASE]]
+            above = (100 * (each / base - 1).mean() for each in (own, equal))
+            found.append((trained, workers, name, rate, len(own), own.mean(), own.min(), own.max(), *above))
+    names = ["trained", "workers", "method", "rate", "seeds", "loss", "lowest", "highest", "own", "equal"]
+    return pd.DataFrame(found, columns=names).sort_values(["trained", "workers", "loss"], ascending=[False, True, True])
+
+
+def above(method: str, column: str) -> Callable[[pd.DataFrame], float]:
+    """Return the query of a method with two workers: per cent above all-reduce, by a column of `short_ends`."""
+
+    def query(rows: pd.DataFrame) -> float:
+        found = short_ends(rows).set_index(["trained", "workers", "method"])[column]
+        return float(found.loc[(ALL, 2, method)])
+
+    return query
+
+
+OUTER: Mapping[str, Claim] = {
+    name: Claim(
+        ("outer_short.csv",),
+        f"{method}, 2 workers, all parameters trained, at {at}: per cent of loss above all-reduce, mean over seeds",
+        above(method, column),
+        "{:+.1f} %",
+    )
+    for name, method, column, at in (
+        ("short_diloco", DILOCO, "equal", "the best rate of all-reduce"),
+        ("short_averages", AVERAGES, "equal", "the best rate of all-reduce"),
+        ("short_diloco_tuned", DILOCO, "own", "the best rate of each"),
+    )
+}
