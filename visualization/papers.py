@@ -105,7 +105,7 @@ def error_bits(path: Path) -> Drawing:
     found.sort(key=lambda row: row.mean)
     drawing = Drawing(PICTURES["error_bits"].title, 76 + 20 * len(found))
     drawing.text((372, 20), "rounds", color="muted", size=12, anchor="start")
-    x = Scale((0.5, 1, 2, 5, 10, 20), "Mbit of a worker until the error is 1 % (ring of 8)", is_log=True)
+    x = Scale((0.5, 1, 2, 5, 10, 20), "Mbit of a worker until the error is 1 %", is_log=True)
     ranges(drawing, 32, 128, 240, x, found)
     return drawing
 
