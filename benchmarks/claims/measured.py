@@ -139,22 +139,6 @@ def _parts(name: str) -> tuple[str, str, str]:
     return split, own, found[1] if found else ""
 
 
-OLD_NAMES = {"ar": "all-reduce", "sgp": "SGP", "relaysgd": "RelaySGD", "qgdsgdm": "QG-DSGDm", "d2": "D2",
-             "dpsgd": "D-PSGD", "base": "D-PSGD, BaseGraph", "base3": "D-PSGD, BaseGraph with 2 peers",
-             "base5": "D-PSGD, BaseGraph with 4 peers", "decentlam": "DecentLaM"}  # fmt: skip
-
-
-def _as_study(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of `git show bb6c722:benchmarks/uneven/__main__.py` with 4,000 steps as those of a study."""
-    own = rows[(rows["momentum"] == 0.9) & (rows["steps"] == 4000)]
-    splits = ["equal data" if alpha == 0 else f"alpha {alpha:g}" for alpha in own["alpha"]]
-    names = [f"{split}: {OLD_NAMES[method]}" for split, method in zip(splits, own["method"], strict=True)]
-    own = own.assign(method=names, rate=own["learning_rate"], test=100 - own["accuracy_percent"], step=own["steps"])
-    own = own.assign(is_tuning=False, megabytes=float("nan"))
-    first = own[own["seed"] == 1].sort_values("test").drop_duplicates(["method", "workers"])
-    return own.merge(first[["method", "workers", "rate"]])  # with the rate that is best with the first seed
-
-
 def ends(name: str, rows: pd.DataFrame) -> pd.DataFrame:
     """Return the ends of the trainings of a study, a row for each method, split, number of workers and optimizer.
 
@@ -164,7 +148,6 @@ def ends(name: str, rows: pd.DataFrame) -> pd.DataFrame:
         and by the base; is_end, whether the rate is the highest or the lowest that was tried; is_tuned; is_base.
     """
     source = SOURCES[name]
-    rows = _as_study(rows) if "learning_rate" in rows else rows
     last = trainings(rows)
     parts = pd.DataFrame([_parts(name) for name in last["method"]], index=last.index)
     last = last.assign(split=parts[0], setting=parts[1], optimizer=parts[2].replace("", source.optimizer))
@@ -180,7 +163,7 @@ def ends(name: str, rows: pd.DataFrame) -> pd.DataFrame:
         worse = (base["score"].to_numpy() - own["score"].to_numpy()) * (1 if source.is_error else -1)
         gaps = pd.Series(worse).dropna()
         tried = tuning.reindex([(own["method"].iloc[0], workers)]).iloc[0]
-        is_tuned = "learning_rate" in rows or tried.notna().all()
+        is_tuned = tried.notna().all()
         found.append({
             "page": name, "split": split, "setting": setting, "optimizer": optimizer, "workers": workers,
             "score": own["score"].mean(), "gap": gaps.mean(), "lowest": gaps.min(), "highest": gaps.max(),

@@ -17,6 +17,7 @@ from benchmarks.claims.language import LANGUAGE
 from benchmarks.claims.measured import MEASURED
 from benchmarks.claims.outer import OUTER
 from benchmarks.claims.stragglers import STRAGGLERS
+from benchmarks.claims.uneven import UNEVEN
 from benchmarks.record import RESULTS
 
 SUBJECTS: Mapping[str, Mapping[str, Claim]] = {
@@ -28,6 +29,7 @@ SUBJECTS: Mapping[str, Mapping[str, Claim]] = {
     "measured": MEASURED,
     "outer": OUTER,
     "stragglers": STRAGGLERS,
+    "uneven": UNEVEN,
 }
 CLAIMS: Mapping[str, Claim] = {
     f"{subject}.{name}": claim for subject, claims in SUBJECTS.items() for name, claim in claims.items()

@@ -18,10 +18,9 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.claims.registry import filled
-from benchmarks.pages.age import REVIEW, aged, reviewed_at, with_age
+from benchmarks.pages.age import REVIEW, aged, reviewed_at
 from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import QUESTIONS, Page
-from benchmarks.pages.finished import FINISHED
 from benchmarks.pages.gap import GAP
 from benchmarks.pages.graph_studies import GRAPH_STUDIES
 from benchmarks.pages.hosts import HOSTS
@@ -42,7 +41,6 @@ __all__ = ["NOT_IN_HISTORY", "PAGES", "main", "page", "stale", "table"]
 PAGES: Mapping[str, Page] = {
     **STUDIES,
     **GAP,
-    **FINISHED,
     **TRAINING,
     **WIRE,
     **RECORDS,
@@ -109,22 +107,16 @@ def index() -> str:
 
 
 def texts() -> dict[Path, str]:
-    """All pages but those of FINISHED, by their file."""
+    """All pages, by their file."""
     own = {DOCS / "index.md": index(), DOCS / "setup.md": SETUP_PAGE, DOCS / "reproduction.md": reproduction_page()}
-    return {**own, **{DOCS / f"{name}.md": page(name) for name in PAGES if name not in FINISHED}}
-
-
-def reviewed() -> dict[Path, str]:
-    """The pages of FINISHED with the ages of their rows, by their file; nothing else of them is written."""
-    paths = {DOCS / f"{name}.md": own for name, own in FINISHED.items()}
-    return {path: with_age(path.read_text(encoding="utf-8"), own, _read(own.csv)) for path, own in paths.items()}
+    return {**own, **{DOCS / f"{name}.md": page(name) for name in PAGES}}
 
 
 def stale() -> list[Path]:
     """Files that are not what the CSV files say, and pages that no CSV file makes."""
     wanted = texts()
     wrong = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    return [*wrong, *(path for path in sorted(DOCS.glob("*.md")) if path not in wanted and path.stem not in FINISHED)]
+    return [*wrong, *(path for path in sorted(DOCS.glob("*.md")) if path not in wanted)]
 
 
 def main() -> int:
@@ -141,7 +133,7 @@ def main() -> int:
         review = reviewed_at("HEAD", PAGES.values())
         REVIEW.write_text(json.dumps(review, indent=1) + "\n", encoding="utf-8")
     DOCS.mkdir(parents=True, exist_ok=True)
-    for path, text in {**texts(), **(reviewed() if options.review else {})}.items():
+    for path, text in texts().items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
     return 0

@@ -46,14 +46,6 @@ def reviewed_at(head: str, pages: Iterable[Page]) -> dict[str, Any]:
     return {"commit": head, "date": date, "later": dict(sorted(later.items()))}
 
 
-def with_age(text: str, own: Page, rows: pd.DataFrame) -> str:
-    """The text of a page that no command writes, with the age of its rows after the paragraph about its script."""
-    parts = [part for part in text.split("\n\n") if not part.startswith(AGED)]
-    script = next(index for index, part in enumerate(parts) if part.startswith("The study is finished"))
-    line = aged(own, rows)
-    return "\n\n".join([*parts[: script + 1], *([line] if line else []), *parts[script + 1 :]])
-
-
 def _commits(rows: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(rows["commit"].str.rstrip("+")))
 

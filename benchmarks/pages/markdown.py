@@ -10,7 +10,7 @@ from benchmarks.tables import grid, table
 
 __all__ = ["fold", "grid", "names_data", "remarks", "sources", "table"]
 
-NOT_IN_HISTORY = frozenset({"5bef199f44"})
+NOT_IN_HISTORY: frozenset[str] = frozenset()
 """Commits that rows name, of branches that were rebased."""
 
 SHOWN = 2

@@ -63,7 +63,6 @@ SECTIONS: Sequence[Section] = (
 )
 """In the order of the page."""
 SCRIPTS: Mapping[str, str] = {
-    "benchmarks.uneven": "bb6c722",
     "benchmarks.simulator": "cb643b0e",
 }
 """A commit that has the module of a command, if the tree has it no more."""
@@ -166,8 +165,8 @@ def _section(section: Section, rows: Sequence[Row]) -> Iterator[str]:
 def script_of(command: str) -> str:
     """Return the commit that has the module of a command; "": the tree has it.
 
-    >>> script_of("python -m benchmarks.studies matcha_rho"), script_of("python -m benchmarks.uneven --figure data")
-    ('', 'bb6c722')
+    >>> script_of("python -m benchmarks.studies matcha_rho"), script_of("python -m benchmarks.simulator")
+    ('', 'cb643b0e')
     """
     found = re.match(r"python (?:-m (\S+)|(\S+)\.py)", command)
     assert found, f"got {command!r}, expected a command of python"

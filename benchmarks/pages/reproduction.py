@@ -1,8 +1,8 @@
-"""Headlines of papers on speed and on uneven data, and what was not reproduced."""
+"""Headlines of papers on speed and on NoLoCo, and what was not reproduced."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 
@@ -12,48 +12,13 @@ from benchmarks.pages.headline import (
     YES,
     Headline,
     by_effect,
-    by_level,
-    by_limit,
-    by_order,
     by_ratio,
-    order_found,
     rows_of,
 )
 
 LINK_SPEEDS = {0.1: "0.1", 1.0: "1", 10.0: "10"}
-SMALL_IMAGES = "CIFAR-10 at 16 pixels, three convolutions without normalisation, 4,000 steps, 3 seeds"
 EIGHT_HOSTS = "8 emulated hosts, 2.8 M parameters, 40 ms of computation"
 FOUR_HOSTS = "4 emulated hosts, 1.1 M parameters, a twentieth of the steps 10 times as long"
-
-TABLE_2: Mapping[str, tuple[float, float, float]] = {
-    "ar": (90.2, 90.2, 90.2),
-    "relaysgd": (90.2, 89.5, 89.1),
-    "sgp": (89.5, 89.2, 87.5),
-    "qgdsgdm": (89.5, 84.8, 63.3),
-    "d2": (88.2, 88.5, 61.0),
-}
-"""Accuracies in per cent of RelaySum's Table 2 with momentum, for alpha = 1, 0.1 and 0.01."""
-
-
-def accuracies(csv: str, **setting: float) -> pd.Series:
-    """Return the accuracies in percent by method and number of workers, in the mean over seeds.
-
-    Each is at the learning rate that is best with the first seed.
-
-    Args:
-        csv: `uneven_data.csv` or `uneven_workers.csv`.
-        setting: values of columns.
-    """
-    rows = rows_of(csv)
-    for name, value in setting.items():
-        rows = rows[rows[name] == value]
-    found = {}
-    for key, own in rows.groupby(["method", "workers"]):
-        tuned = own[own["seed"] == own["seed"].min()]
-        rate = tuned.loc[tuned["accuracy_percent"].idxmax(), "learning_rate"]
-        hundredths = (100 * own[own["learning_rate"] == rate]["accuracy_percent"]).round()  # sums of these are exact
-        found[key] = hundredths.sum() / (100 * len(hundredths))
-    return pd.Series(found).rename_axis(["method", "workers"])
 
 
 def step_ms(csv: str, **setting: float) -> pd.Series:
@@ -69,23 +34,6 @@ def per_speed(ratios: pd.Series) -> str:
     """Return ratios by Gbit/s in words."""
     texts = [f"{ratio:.2f} at {LINK_SPEEDS[speed]}" for speed, ratio in ratios.items()]
     return f"{', '.join(texts[:-1])} and {texts[-1]} Gbit/s"
-
-
-def sgp_small() -> tuple[str, str]:
-    """SGP with up to 8 workers."""
-    means = accuracies("uneven_workers.csv", alpha=0.0, steps=4000)
-    gaps = (means["ar"] - means["sgp"]).loc[:8]
-    text = f"{gaps.min():.1f} to {gaps.max():.1f} points below, {_list(gaps.index)} workers"
-    return text, by_level(gaps.max())
-
-
-def sgp_large() -> tuple[str, str]:
-    """SGP with the largest number of workers that was trained."""
-    means = accuracies("uneven_workers.csv", alpha=0.0, steps=4000)
-    gaps = means["ar"] - means["sgp"]
-    few = gaps.loc[:12]
-    text = f"{gaps.loc[25]:.1f} points below with 25 workers; at most {few.max():.1f} with up to 12"
-    return text, by_limit(gaps.loc[25], 1.2, 2.4)
 
 
 def sgp_speed() -> tuple[str, str]:
@@ -125,24 +73,6 @@ def wagma_large() -> tuple[str, str]:
     return f"{sgp / wagma:.2f} ({wagma:.2f} s for {sgp:.2f} s per step)", by_ratio(sgp / wagma, 2.1)
 
 
-def relay_order() -> tuple[str, str]:
-    """The order of Table 2 of RelaySum."""
-    counts = []
-    for column, alpha in enumerate((1.0, 0.1, 0.01)):
-        means = accuracies("uneven_data.csv", alpha=alpha, momentum=0.9, steps=4000).droplevel("workers")
-        counts.append(by_order(means.to_dict(), {name: row[column] for name, row in TABLE_2.items()}))
-    in_order, half, total = (sum(count) for count in zip(*counts, strict=True))
-    text = f"{in_order} of {total} pairs in order, {half} with at least half of the gap"
-    return text, order_found(in_order, total)
-
-
-def relay_gap() -> tuple[str, str]:
-    """RelaySGD below all-reduce on very uneven data."""
-    means = accuracies("uneven_data.csv", alpha=0.01, momentum=0.9, steps=4000).droplevel("workers")
-    relay, sgp = means["ar"] - means["relaysgd"], means["ar"] - means["sgp"]
-    return f"{relay:.1f} points below; SGP {sgp:.1f}", by_limit(relay, 1.1, sgp)
-
-
 def noloco_loss() -> tuple[str, str]:
     """NoLoCo beside DiLoCo, which averages half as often: so where it is as good, NoLoCo does not converge faster."""
     rows = rows_of("outer_language.csv")
@@ -154,31 +84,7 @@ def noloco_loss() -> tuple[str, str]:
     )
 
 
-def base_graph() -> tuple[str, str]:
-    """D-PSGD on Base-2 over SGP on the exponential graph with 25 workers."""
-    means = accuracies("uneven_workers.csv", alpha=0.1, steps=4000)
-    gap = means["base", 25] - means["sgp", 25]
-    return f"{gap:.1f} points above; seeds spread over 2 to 3", by_effect(gap, 1.5)
-
-
 HEADLINES: Sequence[Headline] = (
-    Headline(
-        "SGP",
-        "up to 8 nodes: the accuracy of all-reduce",
-        f"{SMALL_IMAGES}, data alike",
-        ("uneven_workers.csv",),
-        "uneven_workers",
-        sgp_small,
-    ),
-    Headline(
-        "SGP",
-        "32 nodes: within 1.2 points of all-reduce (76.2 %), ResNet-50 on ImageNet",
-        f"{SMALL_IMAGES}, data alike",
-        ("uneven_workers.csv",),
-        "uneven_workers",
-        sgp_large,
-        {"workers": (25, 32)},
-    ),
     Headline(
         "SGP",
         "1.6 h for 5.1 h of all-reduce: 3.2 times as fast, 32 nodes, 10 Gbit/s",
@@ -225,36 +131,12 @@ HEADLINES: Sequence[Headline] = (
         {"workers": (1024, 1024), "slowest over fastest step": (1, 43.5 / 1.7)},
     ),
     Headline(
-        "RelaySGD",
-        "Table 2 with momentum: the order of five methods for Dirichlet 1, 0.1 and 0.01",
-        f"16 workers, {SMALL_IMAGES}",
-        ("uneven_data.csv",),
-        "uneven_data",
-        relay_order,
-    ),
-    Headline(
-        "RelaySGD",
-        "1.1 points below all-reduce for Dirichlet 0.01; SGP 2.7",
-        f"16 workers, {SMALL_IMAGES}",
-        ("uneven_data.csv",),
-        "uneven_data",
-        relay_gap,
-    ),
-    Headline(
         "NoLoCo",
         "converges up to 4 % faster than DiLoCo",
         "decoder of 20,480 parameters, 8 workers, 3,000 steps, 3 seeds",
         ("outer_language.csv",),
         "outer_language",
         noloco_loss,
-    ),
-    Headline(
-        "Base-(k+1) graph",
-        "87.1 % on Base-2, 85.6 % on the exponential graph, 25 workers, Dirichlet 0.1",
-        SMALL_IMAGES,
-        ("uneven_workers.csv",),
-        "uneven_workers",
-        base_graph,
     ),
 )
 """Those of `benchmarks.pages.studies` follow; see `benchmarks.pages.published`."""
@@ -307,8 +189,3 @@ NOT_REPRODUCED: Sequence[tuple[str, str, str]] = (
     ),
 )
 """The claim, the reason, and the nearest measurement here."""
-
-
-def _list(values: Sequence[int] | pd.Index) -> str:
-    texts = [str(value) for value in values]
-    return f"{', '.join(texts[:-1])} and {texts[-1]}"

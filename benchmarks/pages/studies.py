@@ -15,6 +15,7 @@ from benchmarks.pages.paper_studies import PAPER_STUDIES
 from benchmarks.pages.region_study import REGION_HEADLINES, REGION_STUDY
 from benchmarks.pages.resnet_study import RESNET_STUDY
 from benchmarks.pages.translation_study import TRANSLATION_HEADLINES, TRANSLATION_STUDY
+from benchmarks.pages.uneven_studies import UNEVEN_HEADLINES, UNEVEN_STUDIES
 
 STUDIES: Mapping[str, Page] = {
     **IMAGE_STUDIES,
@@ -25,6 +26,7 @@ STUDIES: Mapping[str, Page] = {
     **TRANSLATION_STUDY,
     **REGION_STUDY,
     **COMPUTED_STUDIES,
+    **UNEVEN_STUDIES,
 }
 """By the name of the page."""
 
@@ -37,6 +39,7 @@ REPRODUCED: Sequence[Headline] = [
         *TRANSLATION_HEADLINES,
         *REGION_HEADLINES,
         *COMPUTED_HEADLINES,
+        *UNEVEN_HEADLINES,
     )
     if each.page in STUDIES
 ]

@@ -35,3 +35,16 @@ def ends(rows: pd.DataFrame, base: str) -> pd.DataFrame:
             )
     names = ("method", "workers", "rate", "seeds", "accuracy", "lowest", "highest", "gap", "megabytes", "seconds")
     return pd.DataFrame(found, columns=list(names)).sort_values(["workers", "accuracy"], ascending=[True, False])
+
+
+def split_ends(rows: pd.DataFrame, split: str) -> pd.DataFrame:
+    """Return `ends` beside all-reduce of the trainings whose names begin with a split of the data and a colon.
+
+    Returns:
+        The columns of `ends`, and spread, the standard deviation of the accuracy over seeds.
+    """
+    prefix = f"{split}: "
+    own = rows[rows["method"].str.startswith(prefix)]
+    own = own.assign(method=own["method"].str.removeprefix(prefix))
+    spread = trainings(own).groupby(["method", "workers"])["accuracy"].std().rename("spread")
+    return ends(own, "all-reduce").join(spread, on=["method", "workers"])

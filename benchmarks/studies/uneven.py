@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -113,6 +114,16 @@ def on_base_graphs(workers: int) -> Mapping[str, Any]:
         if peers < workers
     }
     return {"all-reduce": "ar", "SGP": "sgp", **base}
+
+
+def most_workers(found: pd.DataFrame) -> int:
+    """Return the largest number of workers with which all methods of `on_base_graphs` have ended.
+
+    Args:
+        found: of `split_ends`, with data alike.
+    """
+    ended = found.groupby("workers")["method"].agg(set)
+    return max(workers for workers, names in ended.items() if {*on_base_graphs(workers)} <= names)
 
 
 def named(methods: Mapping[str, Any], *splits: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ import tyro
 from benchmarks.record import RESULTS, ROOT
 from tests.benchmarks.test_provenance import FILES
 
-UNTYPED = frozenset({"gap.csv", "uneven_data.csv", "uneven_workers.csv"})
+UNTYPED = frozenset({"gap.csv"})
 """Files of studies whose scripts are in an earlier commit. With the last one go `Page.script`, `NOT_IN_HISTORY`, the
 pages of `FINISHED` and the paragraph about finished studies in benchmarks/README.md."""
 

@@ -104,14 +104,3 @@ def test_the_page_of_a_finished_study_names_a_script_that_its_commit_has() -> No
     found = subprocess.run(asked, cwd=ROOT, input="\n".join(named), capture_output=True, text=True).stdout
     if has_history():
         assert [name for name, kind in zip(named, found.splitlines(), strict=True) if kind != "blob"] == []
-
-
-@pytest.mark.parametrize("name", pages.FINISHED)
-def test_a_page_that_no_command_writes_names_its_scripts_and_the_source_of_its_rows(name: str) -> None:
-    own, text = pages.FINISHED[name], (pages.DOCS / f"{name}.md").read_text(encoding="utf-8")
-    assert text.startswith(f"# {own.title}\n")
-    assert f"benchmarks/results/{own.csv}: `git show " in text
-    assert "The study is finished. `git show " in text
-    for csv_name in (own.csv, *own.also):
-        rows = pd.read_csv(RESULTS / csv_name, dtype=str)
-        assert [x for x in {*rows["command"], *rows["commit"]} if x not in text] == []

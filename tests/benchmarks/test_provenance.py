@@ -17,7 +17,6 @@ from benchmarks.pages.markdown import names_data
 from benchmarks.record import RESULTS, ROOT
 
 FILES = sorted(RESULTS.glob("*.csv"))
-TOLERANCE = 1e-9  # of a sum of decimals
 
 
 def read(name: str) -> pd.DataFrame:
@@ -81,8 +80,6 @@ def test_pages_say_how_many_commits_have_changed_the_measured_code() -> None:
     for page in pages.PAGES.values():
         for own in page.measurements():
             assert [path for path in own.measures if not (ROOT / path).exists()] == [], own.title
-    for path, text in pages.reviewed().items():
-        assert path.read_text(encoding="utf-8") == text, path
     if not has_history():
         pytest.skip("the history of this repository is not here")
     found = reviewed_at(review["commit"], pages.PAGES.values())
@@ -96,17 +93,3 @@ def test_the_slowest_step_after_a_kill_is_compared_with_its_bound() -> None:
     rows = read("elastic.csv")
     holds = (rows["slowest_after_kill_ms"] <= rows["target_ms"]) & (rows["survivors_that_failed"] == 0)
     assert (rows["met"] == holds.map({True: "yes", False: "no"})).all()
-
-
-def test_numbers_of_workers_within_the_limit_are_counted_before_rounding() -> None:
-    rows = read("uneven_workers.csv").query("steps == 4000 and alpha == 0")
-    best = (
-        rows[rows["seed"] == 1].sort_values("accuracy_percent").groupby(["method", "workers"])["learning_rate"].last()
-    )
-    at_best = rows.join(best.rename("best"), on=["method", "workers"]).query("learning_rate == best")
-    means = at_best.groupby(["workers", "method"])["accuracy_percent"].mean().unstack()
-    assert len(means) == 7
-    text = (pages.DOCS / "uneven_workers.md").read_text(encoding="utf-8")
-    for method, title in (("base", "Base-2"), ("base3", "Base-3"), ("base5", "Base-5")):
-        count = int((means[method] - means["ar"] >= -0.3 - TOLERANCE).sum())
-        assert f"{title} is within 0.3 points of all-reduce for {count} of 7 numbers of workers" in text

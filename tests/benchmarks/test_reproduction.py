@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import pages
-from benchmarks.pages import founding, published, reproduction
+from benchmarks.pages import founding, published
 from benchmarks.pages.headline import (
     IN_PART,
     NO,
@@ -165,21 +165,6 @@ def test_gossip_is_to_be_ahead_with_few_workers_and_all_reduce_with_many() -> No
     assert verdict(dpwa={8: 1.0, 32: 5.0, 100: 9.0}, reduce={8: 2.0, 32: 3.0, 100: 4.0}) == IN_PART
     assert verdict(dpwa={64: 9.0}, reduce={64: 4.0}) == IN_PART
     assert verdict(dpwa={8: 3.0, 100: 1.0}, reduce={8: 2.0, 100: 4.0}) == NO
-
-
-def test_accuracies_are_means_at_the_best_rate_of_the_first_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = ["method", "workers", "alpha", "seed", "learning_rate", "accuracy_percent"]
-    rows = [
-        *[("ar", 5, 0.0, seed, 0.1, 55.8) for seed in (1, 2, 3)],
-        *[("base", 5, 0.0, seed, 0.1, value) for seed, value in ((1, 55.4), (2, 55.5), (3, 55.6))],
-        ("base", 5, 0.0, 1, 0.3, 55.3),
-        ("base", 5, 0.0, 2, 0.3, 99.0),
-        ("base", 5, 1.0, 1, 0.1, 10.0),
-    ]
-    monkeypatch.setattr(reproduction, "rows_of", lambda csv: pd.DataFrame(rows, columns=columns))
-    means = reproduction.accuracies("any.csv", alpha=0.0)
-    assert means["base", 5] == 55.5
-    assert by_limit(means["ar", 5] - means["base", 5], 0.3 + 1e-9, 1.2) == YES
 
 
 def test_rows_have_the_figures_of_the_files() -> None:

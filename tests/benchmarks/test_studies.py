@@ -15,15 +15,16 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from benchmarks.pages import image_studies, study_tables
+from benchmarks.pages import image_studies, study_tables, uneven_studies
 from benchmarks.pages.study_tables import ends, progress
 from benchmarks.record import DTYPES, PROVENANCE
 from benchmarks.studies import __main__ as studies
 from benchmarks.studies import images, study, uneven
 from benchmarks.studies.crossover import BATCH, CROSSOVER, NUM_IMAGES
+from benchmarks.studies.ends import split_ends
 from benchmarks.studies.study import COLUMNS, Study, Trainings
 from gossip_modules import DiLoCo
-from gossip_modules.lab import LabPlan, LabTask, Setting
+from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 
 
@@ -212,16 +213,27 @@ def test_the_lab_trains_all_methods_of_a_study(name: str) -> None:
 
 
 @pytest.mark.usefixtures("archive")
-@pytest.mark.parametrize("name", uneven.UNEVEN)
-def test_the_lab_trains_all_methods_of_a_study_on_their_splits(name: str) -> None:
-    study = uneven.UNEVEN[name]
+@pytest.mark.parametrize(("name", "workers"), [("uneven_data", 16), ("uneven_workers", 3), ("uneven_workers", 25)])
+def test_the_lab_trains_all_methods_on_their_split(name: str, workers: int) -> None:
+    task = uneven.UnevenImages(2).split("alpha 0.1", workers, seed=1)
+    own = LabTask(task.model, task.loss, task.batch, lambda parameters: task.optimizer(parameters, 0.1))
+    methods = {each.partition(": ")[2]: what for each, what in uneven.UNEVEN[name].methods(workers).items()}
+    for method, what in methods.items():
+        training = LabTraining(LabPlan.of(what), Setting(workers, None, Compute(0.1), Network("1 Gbit/s")), own)
+        for _ in training.run(1):
+            pass
+        assert training.models.by == "vmap", method
+
+
+@pytest.mark.usefixtures("archive")
+def test_a_training_has_the_split_that_its_name_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[np.ndarray, int]]()
+    monkeypatch.setattr(uneven, "by_compare", lambda study, task, key, seed: seen.append((task.shards.numpy(), seed)))
+    study = uneven.UNEVEN["uneven_workers"]
     task: Any = study.task()
-    for workers in sorted({study.cells[0][0], study.cells[-1][0]}):
-        for method in (each for each in study.methods(workers) if each.startswith(("alike", "alpha 0.1"))):
-            key = {"method": method, "workers": workers, "rate": 0.1, "steps": 1, "is_tuning": True}
-            (row,) = uneven.on_split(study, task, key, 1)
-            assert row["by"] == "vmap", method
-            assert np.isfinite(row["validation"]), method
+    uneven.on_split(study, task, {"method": "alike: SGP", "workers": 5}, 2)
+    assert seen[0][1] == 2
+    np.testing.assert_array_equal(seen[0][0], uneven.SPLITS["alike"](task.labels.numpy(), 5, 2))
 
 
 @pytest.mark.parametrize("name", uneven.SPLITS)
@@ -295,8 +307,9 @@ def test_a_page_says_how_many_trainings_have_run() -> None:
     rows = rows_of({("a", 1): 40.0})
     assert progress(rows, 1) == ""
     assert progress(rows, 3).startswith("1 of 3 trainings have run")
-    planned = {name: sum(len(study.methods(n)) for n, *_ in study.cells) for name, study in images.IMAGES.items()}
-    assert planned == image_studies.PLANNED
+    for studies_, expected in ((images.IMAGES, image_studies.PLANNED), (uneven.UNEVEN, uneven_studies.PLANNED)):
+        planned = {name: sum(len(study.methods(n)) for n, *_ in study.cells) for name, study in studies_.items()}
+        assert planned == expected
 
 
 def test_a_study_has_a_page_once_the_trainings_of_its_first_sentence_have_ended(
@@ -318,3 +331,33 @@ def test_matcha_is_compared_on_the_seeds_that_have_a_target() -> None:
     found = image_studies.matcha_ends(rows_of(errors)).set_index("budget")
     assert found["seeds"].to_dict() == {0.5: 1, 1.0: 1}
     assert found["seconds_to"].to_dict() == {0.5: 4.0, 1.0: 4.0}
+
+
+def test_a_method_is_compared_with_all_reduce_on_the_same_split() -> None:
+    errors = {("alpha 1: all-reduce", 1): 40.0, ("alpha 1: all-reduce", 2): 42.0, ("alpha 1: SGP", 1): 41.0}
+    rows = rows_of({**errors, ("alpha 1: SGP", 2): 45.0, ("alpha 0.1: all-reduce", 1): 50.0}, workers=16)
+    found = split_ends(rows, "alpha 1").set_index("method")
+    assert found["gap"].to_dict() == pytest.approx({"all-reduce": 0.0, "SGP": 2.0})
+    assert found["spread"].to_dict() == pytest.approx({"all-reduce": 2**0.5, "SGP": 8**0.5})
+    assert uneven_studies.accuracy_text(found.loc["SGP"]) == "57.0 ± 2.8"
+    alone = split_ends(rows, "alpha 0.1").iloc[0]
+    assert uneven_studies.accuracy_text(alone) == "50.0"
+
+
+def test_the_pages_of_uneven_studies_have_the_gaps_of_their_rows() -> None:
+    errors = {
+        (f"{split}: {name}", seed): 40.0 + gap
+        for split in uneven.SKEWED
+        for name, gap in (("all-reduce", 0.0), ("SGP", 3.0), ("RelaySGD", 1.0), ("D-PSGD", 6.0))
+        for seed in (1, 2)
+    }
+    said = uneven_studies.data_said(rows_of(errors, workers=16))
+    assert "RelaySGD ends 1.0 points below all-reduce, SGP 3.0 and D-PSGD 6.0.**" in said
+    names = [name for name in uneven.on_base_graphs(25) if name.startswith("Base")]
+    gaps = {"all-reduce": 0.0, "SGP": 2.0, **dict(zip(names, (3.0, 1.5, -0.5), strict=True))}
+    few = rows_of({(f"alike: {name}", 1): 50.0 + gap / 2 for name, gap in gaps.items()}, workers=5)
+    many = rows_of({(f"alike: {name}", 1): 40.0 + gap for name, gap in gaps.items()}, workers=25)
+    said = uneven_studies.numbers_said(pd.concat([few, many], ignore_index=True))
+    assert "ends 2.0 points below all-reduce" in said
+    assert "3.0 with 1 peer, 1.5 with 2 peers and -0.5 with 4 peers.**" in said
+    assert "`BaseGraph` with 1 peer 0 of 2, `BaseGraph` with 2 peers 1 of 2" in said
