@@ -8,10 +8,12 @@ import pandas as pd
 
 from benchmarks.claims.base import Claim
 from benchmarks.claims.default import losses, times
+from benchmarks.studies.ends import gaps
 
 CSV = ("gap.csv",)
 WHERE = "task language, 320 steps, 8 workers, the mean test of three seeds at the tuned rate"
 REDUCED, SGP, OVERLAP = "all-reduce", "SGP, GossipAdamW", "Overlap SGP, GossipAdamW"
+MIXED = "SGP, momentum mixed too, GossipAdamW"
 NUMBERS = ("none", "one", "two", "three")
 
 
@@ -57,7 +59,21 @@ def at_one_rate(gap: pd.DataFrame) -> pd.Series:
     return own.drop_duplicates("change").set_index("change")["test"]
 
 
+def long(method: str, workers: int) -> Claim:
+    """Return the claim about the distance of a method from all-reduce after 3,000 steps."""
+
+    def query(rows: pd.DataFrame) -> float:
+        found = gaps(rows, "all-reduce, AdamW").set_index(["method", "workers"])
+        return float(found.loc[(method, workers), "beyond"])
+
+    where = f"{workers} workers, 3,000 steps, no tuning rows, the mean of the seeds of {method} less all-reduce, test"
+    return Claim(("language.csv",), where, query, "{:.3f}")
+
+
 LANGUAGE: Mapping[str, Claim] = {
+    "long_sgp": long(SGP, 8),
+    "long_mixed": long(MIXED, 8),
+    "long_mixed_64": long(MIXED, 64),
     "reduced": mean(REDUCED),
     "reduced_seeds": Claim(
         CSV,

@@ -55,7 +55,7 @@ SOURCES: Mapping[str, ShownStudy] = {
     "wagma_ablations_images": ShownStudy("CIFAR-10, batch normalisation", "SGD", POINTS, ".1f", is_error=True),
     "matcha_time": ShownStudy("drawn digits", "SGD", POINTS, ".1f", is_error=True, base=ALL_LINKS),
     "translation": ShownStudy("Multi30k", "Adam", BLEU, ".1f", is_error=True),
-    "language": ShownStudy("language model", "AdamW", NATS, ".3f"),
+    "language": ShownStudy("language model, 3,000 steps", "AdamW", NATS, ".3f", page="gap"),
     "outer_language": ShownStudy("language model", "AdamW", NATS, ".3f"),
     "outer_long": ShownStudy("language model, long", "AdamW", NATS, ".3f"),
     "many_workers": ShownStudy("language model, short", "AdamW", NATS, ".3f", page="lab"),

@@ -8,6 +8,7 @@ import pandas as pd
 
 from benchmarks.claims.tuned import best
 from benchmarks.pages.base import Page
+from benchmarks.pages.many_steps import MANY_STEPS
 from benchmarks.pages.markdown import table as as_table
 from benchmarks.pages.second_moments import SECOND_MOMENTS
 from benchmarks.record import DTYPES, RESULTS
@@ -193,7 +194,7 @@ batches, and see [all studies](worker_numbers.md#images).""",
         render=tables,
         script="06779bc3:benchmarks/gap.py",
         summary=language,
-        parts=(SECOND_MOMENTS,),
+        parts=(MANY_STEPS, SECOND_MOMENTS),
         setup="""\
 This is [a study in the Lab](setup.md#studies-in-the-lab), but rates are those of whole trainings. A decoder of 120,000
 parameters learns the bytes of Python's standard library by AdamW with betas (0.9, 0.95) and weight decay 0.01, on eight
