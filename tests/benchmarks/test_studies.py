@@ -78,9 +78,14 @@ def test_a_quick_study_trains_each_method_for_a_few_steps(tmp_path: Path, monkey
 def test_whole_trainings_that_choose_a_rate_are_those_of_the_first_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, num_trainings = tmp_path / "line.csv", []
+    path, num_trainings = tmp_path / "line.csv", list[int]()
     train = study.by_compare
-    monkeypatch.setattr(study, "by_compare", lambda *args: num_trainings.append(1) or train(*args))
+
+    def counted(*args: Any) -> list[dict[str, Any]]:
+        num_trainings.append(1)
+        return train(*args)
+
+    monkeypatch.setattr(study, "by_compare", counted)
     assert run(monkeypatch, path, study=replace(LINE, tuning=1.0)) == 0
     rows = pd.read_csv(path, dtype=DTYPES)
     tuning, curves = rows[rows["is_tuning"]], rows[~rows["is_tuning"]]

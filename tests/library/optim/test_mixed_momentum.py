@@ -29,6 +29,12 @@ def net() -> nn.Module:
     return module
 
 
+def momentum_of(module: nn.Module) -> MixedMomentum:
+    found = module.mixed_momentum
+    assert isinstance(found, MixedMomentum)
+    return found
+
+
 def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + step))
 
@@ -55,7 +61,7 @@ def by_ranks(make: Any, **arguments: Any) -> list[tuple[Tensor, Tensor]]:
     def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         module = copy.deepcopy(start)
         model = gm.GossipDataParallel(module, process_group=group, **arguments)
-        optimizer = module.mixed_momentum.of(make(model.parameters()))
+        optimizer = momentum_of(module).of(make(model.parameters()))
         for step in range(STEPS):
             optimizer.zero_grad()
             loss(model, batch(group.rank(), step)).backward()
@@ -162,7 +168,7 @@ def test_a_late_round_mixes_the_moments_too() -> None:
 def test_training_goes_on_from_a_state_of_the_optimizer() -> None:
     def trained(num_steps: int, state: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
         module = net()
-        optimizer = module.mixed_momentum.of(gossip_adamw(module.parameters()))
+        optimizer = momentum_of(module).of(gossip_adamw(module.parameters()))
         if state is not None:
             module.load_state_dict(state[0])
             optimizer.load_state_dict(state[1])
@@ -178,25 +184,25 @@ def test_training_goes_on_from_a_state_of_the_optimizer() -> None:
     assert "mixed_momentum" not in "".join(module.state_dict())
     torch.testing.assert_close(_flat(again.parameters()), _flat(whole.parameters()), rtol=0, atol=0)
     first = next(iter(again.parameters()))
-    assert loaded.state[first]["exp_avg"] is again.mixed_momentum.get_buffer("0/weight")
+    assert loaded.state[first]["exp_avg"] is momentum_of(again).get_buffer("0/weight")
 
 
 def test_parameters_without_a_buffer_are_refused() -> None:
     module = net()
     with pytest.raises(ValueError, match=r"a parameter of shape \(2, 2\) that the MixedMomentum does not know"):
-        module.mixed_momentum.of(gossip_adamw([*module.parameters(), nn.Parameter(torch.zeros(2, 2))]))
+        momentum_of(module).of(gossip_adamw([*module.parameters(), nn.Parameter(torch.zeros(2, 2))]))
 
 
 def test_an_optimizer_without_a_first_moment_is_refused() -> None:
     module = net()
     with pytest.raises(ValueError, match="expected a first moment exp_avg or momentum_buffer"):
-        module.mixed_momentum.of(torch.optim.Adagrad(module.parameters()))
+        momentum_of(module).of(torch.optim.Adagrad(module.parameters()))
 
 
 def test_a_cast_after_it_is_refused() -> None:
     module = net().float()
-    module.mixed_momentum.double()
-    optimizer = module.mixed_momentum.of(gossip_adamw(module.parameters()))
+    momentum_of(module).double()
+    optimizer = momentum_of(module).of(gossip_adamw(module.parameters()))
     loss(module, batch(0, 0).float()).backward()
     with pytest.raises(ValueError, match="make it after casts of the module, and do not shard the module"):
         optimizer.step()
