@@ -52,7 +52,9 @@ SOURCES: Mapping[str, ShownStudy] = {
     "uneven_workers": ShownStudy("CIFAR-10", "SGD", POINTS, ".1f", is_error=True),
     "straggler_accuracy": ShownStudy("drawn digits, late workers", "SGD", POINTS, ".1f", is_error=True),
     "wagma_ablations": ShownStudy("drawn digits", "SGD", POINTS, ".1f", is_error=True),
-    "wagma_ablations_images": ShownStudy("CIFAR-10, batch normalisation", "SGD", POINTS, ".1f", is_error=True),
+    "wagma_ablations_images": ShownStudy(
+        "CIFAR-10, late workers", "SGD", POINTS, ".1f", is_error=True, page="wagma_ablations"
+    ),
     "matcha_time": ShownStudy("drawn digits", "SGD", POINTS, ".1f", is_error=True, base=ALL_LINKS),
     "translation": ShownStudy("Multi30k", "Adam", BLEU, ".1f", is_error=True),
     "language": ShownStudy("language model, 3,000 steps", "AdamW", NATS, ".3f", page="gap"),
