@@ -85,9 +85,9 @@ class Models:
     over if it fails. Buffers are changed in place by both.
 
     [Note: Compiled steps] `by="compile"` takes the first step by vmap. Then `torch.compile` makes one function of the
-    losses and gradients of all workers, which needs a C++ compiler, and takes some 20 seconds for each number of
-    workers. Models of one process that differ in their values only share the function. A small model takes its steps
-    two to four times faster; results differ in the last bits.
+    losses and gradients of all workers, which needs a C++ compiler, and is compiled anew for each number of
+    workers. Models of one process that differ in their values only share the function. Small models gain, since fewer
+    kernels are called; results differ in the last bits.
 
     Trained parameters of several dtypes are kept in the widest of them, as master weights of mixed precision are: the
     forward gets each one in its own dtype, and rounds and the optimizer compute in the wide one.

@@ -27,12 +27,12 @@ class MixedMomentum(nn.Module):
         m_i <- sum_j W_ij m_j
         x_i <- sum_j W_ij x_j
 
-    so the next step has a moment of many ranks, as the step of all-reduce has. The ranks' own noisy steps make most of
-    the gap between gossip and all-reduce with 16 ranks and more. Messages have twice the elements.
+    so the next step has a moment of many ranks, as the step of all-reduce has. Messages have twice the elements.
+    `docs/benchmarks/gap.md` has the measurements.
 
-    The moments are buffers of the module, without a place in its `state_dict()`, and all wrappers mix them like running
+    The moments are buffers of the module, without a place in its `state_dict()`, and wrappers mix them like running
     statistics: in rounds, in exact averages, and late with `overlap=True`. The state of the optimizer refers to them.
-    Compressed rounds send them exactly. A worker that joins begins with a moment of its own.
+    Compressed rounds send them exactly.
 
     Yu, Jin, Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex
     Optimization", ICML 2019, arXiv 1905.03817, mix the momentum of SGD with the model. For Adam it is this library's
@@ -52,7 +52,7 @@ class MixedMomentum(nn.Module):
     """
 
     mixes_buffers = True
-    """For `Selection`: all buffers of this module are mixed, unless the wrapper mixes none or a list."""
+    """For `Selection`: all buffers of this module are mixed; a wrapper that leaves one local is refused."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
