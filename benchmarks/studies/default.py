@@ -32,13 +32,32 @@ GOSSIP: Mapping[str, Any] = {
     "D-PSGD ring": "dpsgd:ring",
 }
 """Methods that train by GossipAdamW."""
-MIXED = "SGP, momentum mixed too, GossipAdamW"
-"""The method whose model has a `MixedMomentum`."""
+MIXED = "momentum mixed too"
+"""In the names of the methods whose models have a `MixedMomentum`."""
 ROUNDED: Mapping[str, Any] = {
     "SGP, bfloat16": LabPlan.of("sgp", wire_dtype=torch.bfloat16),
     "Overlap SGP, bfloat16": LabPlan.of("osgp", wire_dtype=torch.bfloat16),
+    f"SGP, bfloat16, {MIXED}": LabPlan.of("sgp", wire_dtype=torch.bfloat16),
+    f"Overlap SGP, bfloat16, {MIXED}": LabPlan.of("osgp", wire_dtype=torch.bfloat16),
 }
 """Methods with messages in bfloat16, for 8 workers."""
+FURTHER = ("SGP, each 8th round exact", "SGP, 2 peers")
+"""Methods that 16 workers do not train by."""
+SEARCHED: Mapping[str, Any] = {
+    "SGP": "sgp",
+    "SGP, 2 peers": LabPlan.of("sgp", peers_per_itr=2),
+    "SlowMo, H = 12": SlowMo(sync_every=12, gossip_every=1, inner_lr="optimizer"),
+    f"SGP, {MIXED}": "sgp",
+    f"SGP, 2 peers, {MIXED}": LabPlan.of("sgp", peers_per_itr=2),
+    f"SGP, each 8th round exact, {MIXED}": LabPlan.of("sgp", schedule=Schedule(average_every=8)),
+    f"SGP, first 10 % as all-reduce, {MIXED}": LabPlan.of("sgp", schedule=Schedule(average_until=60)),
+    f"SlowMo, H = 12, {MIXED}": SlowMo(sync_every=12, gossip_every=1, inner_lr="optimizer"),
+    f"Overlap SGP, {MIXED}": "osgp",
+    f"D-PSGD, {MIXED}": "dpsgd",
+    f"exact average in each step, {MIXED}": LabPlan.of("sgp", schedule=Schedule(average_every=1)),
+    "exact average in each step": LabPlan.of("sgp", schedule=Schedule(average_every=1)),
+}
+"""Methods of the search for the default of 64 workers, which train by GossipAdamW."""
 
 
 def gossip_adamw(workers: int, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
@@ -50,17 +69,31 @@ FIRST = ("all-reduce, AdamW", "SGP", "Overlap SGP", "SGP, bfloat16", "Overlap SG
 """Methods that are trained for two thirds of the steps too, without the name of GossipAdamW."""
 
 
+def by_gossip_adamw(own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return these methods with the optimizer in their names."""
+    return {f"{name}, GossipAdamW": method for name, method in own.items()}
+
+
 def methods(workers: int) -> Mapping[str, Any]:
-    """Return all-reduce and SGP by AdamW, and all others by GossipAdamW."""
-    own = {**GOSSIP, **(ROUNDED if workers == 8 else {})}
-    by_gossip_adamw = {f"{name}, GossipAdamW": method for name, method in own.items()}
-    return {"all-reduce, AdamW": "ar", MIXED: "sgp", **by_gossip_adamw, "SGP, AdamW": "sgp"}
+    """Return all-reduce and, for 8 workers, SGP by AdamW, and all others by GossipAdamW."""
+    own = {f"SGP, {MIXED}": "sgp", **GOSSIP}
+    if workers == 8:
+        return {"all-reduce, AdamW": "ar", **by_gossip_adamw({**own, **ROUNDED}), "SGP, AdamW": "sgp"}
+    return {
+        "all-reduce, AdamW": "ar",
+        **by_gossip_adamw({name: method for name, method in own.items() if name not in FURTHER}),
+    }
+
+
+def searched(workers: int) -> Mapping[str, Any]:
+    """Return all-reduce by AdamW, and the methods of `SEARCHED`."""
+    return {"all-reduce, AdamW": "ar", **by_gossip_adamw(SEARCHED)}
 
 
 def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
     """Return GossipAdamW for the methods that have it in their names."""
     make = partial(gossip_adamw, workers)
-    return {name: make for name in methods(workers) if name.endswith("GossipAdamW")}
+    return {name: make for name in (*methods(8), *searched(workers)) if name.endswith("GossipAdamW")}
 
 
 FEW, MANY = (8, 16), (32, 64)
@@ -70,7 +103,8 @@ FEW, MANY = (8, 16), (32, 64)
 def study(cells: tuple[tuple[int, int, int], ...], **others: Any) -> Study:
     """Return a study of these cells. A worker reads four sequences of 32 symbols in each step."""
     usual: dict[str, Any] = {"methods": methods, "rates": RATES, "points": 60, "by": "compile"}
-    return Study(partial(Text, 4), cells=cells, optimizers=optimizers, mixes_momentum={MIXED}, **{**usual, **others})
+    mixed = {name for name in (*methods(8), *searched(8)) if MIXED in name}
+    return Study(partial(Text, 4), cells=cells, optimizers=optimizers, mixes_momentum=mixed, **{**usual, **others})
 
 
 def first_methods(workers: int) -> Mapping[str, Any]:
@@ -80,8 +114,9 @@ def first_methods(workers: int) -> Mapping[str, Any]:
 
 DEFAULT: Mapping[str, Study] = {
     "language": study(tuple((n, STEPS, seed) for seed in SEEDS for n in FEW), tuning=1.0),
+    "language_search": study(((64, 600, SEEDS[0]),), methods=searched, rates=(0.016,), points=4),
     "language_many": study(tuple((n, STEPS, SEEDS[0]) for n in MANY), tuning=0.2),
     "language_lengths": study(tuple((8, 2000, seed) for seed in SEEDS), methods=first_methods, tuning=1.5, points=4),
 }
-"""The studies by name. All write `language.csv`. The last one has trainings of 2,000 steps, at the rates that the
-first one has found in 3,000."""
+"""The studies by name. All write `language.csv`. `language_search` trains all methods at one rate, the best one of SGP
+in 600 steps. `language_lengths` has trainings of 2,000 steps, at the rates that `language` has found in 3,000."""
