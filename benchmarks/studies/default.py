@@ -5,7 +5,7 @@ The page docs/benchmarks/default.md joins its curves with the times of the emula
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,15 @@ def gossip_adamw(workers: int, parameters: list[nn.Parameter], rate: float) -> t
     return GossipAdamW(parameters, rate, BETAS, weight_decay=WEIGHT_DECAY, num_ranks=workers)
 
 
-FIRST = ("all-reduce, AdamW", "SGP", "Overlap SGP", "SGP, bfloat16", "Overlap SGP, bfloat16", "SGP, 2 peers")
-"""Methods that are trained for two thirds of the steps too, without the name of GossipAdamW."""
+FIRST = (
+    "all-reduce, AdamW",
+    f"SGP, {MIXED}",
+    *("SGP", "Overlap SGP", "SGP, bfloat16", "Overlap SGP, bfloat16", "SGP, 2 peers"),
+    *(f"{name}, bfloat16, {MIXED}" for name in ("SGP", "Overlap SGP")),
+)
+"""Methods that are trained for fewer steps too, without the name of GossipAdamW."""
+SPARSE = ("local SGD, H = 10", "DiLoCo, H = 30", "SlowMo, H = 12")
+"""Methods that are trained for more steps too, without the name of GossipAdamW."""
 
 
 def by_gossip_adamw(own: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,16 +114,22 @@ def study(cells: tuple[tuple[int, int, int], ...], **others: Any) -> Study:
     return Study(partial(Text, 4), cells=cells, optimizers=optimizers, mixes_momentum=mixed, **{**usual, **others})
 
 
-def first_methods(workers: int) -> Mapping[str, Any]:
-    """Return the methods of `FIRST`."""
-    return {name: make for name, make in methods(workers).items() if name.removesuffix(", GossipAdamW") in FIRST}
+def only(names: Collection[str], workers: int) -> Mapping[str, Any]:
+    """Return the methods of these names, which lack the name of GossipAdamW."""
+    return {name: make for name, make in methods(workers).items() if name.removesuffix(", GossipAdamW") in names}
 
 
 DEFAULT: Mapping[str, Study] = {
     "language": study(tuple((n, STEPS, seed) for seed in SEEDS for n in FEW), tuning=1.0),
     "language_search": study(((64, 600, SEEDS[0]),), methods=searched, rates=(0.016,), points=4),
     "language_many": study(tuple((n, STEPS, SEEDS[0]) for n in MANY), tuning=0.2),
-    "language_lengths": study(tuple((8, 2000, seed) for seed in SEEDS), methods=first_methods, tuning=1.5, points=4),
+    **{
+        f"language_{steps}": study(
+            ((8, steps, SEEDS[0]),), methods=partial(only, names), tuning=STEPS / steps, points=4
+        )
+        for steps, names in ((1500, FIRST), (2000, FIRST), (6000, SPARSE))
+    },
 }
-"""The studies by name. All write `language.csv`. `language_search` trains all methods at one rate, the best one of SGP
-in 600 steps. `language_lengths` has trainings of 2,000 steps, at the rates that `language` has found in 3,000."""
+"""The studies by name. `language_search` trains all methods at one rate, the best one of SGP in 600 steps, and writes
+`language_search.csv`; all others write `language.csv`. The last three train for other numbers of steps, at the rates
+that `language` has found in 3,000."""

@@ -182,6 +182,8 @@ NUMBERS: Mapping[str, Any] = {
     "SlowMo, 8": "SlowMo(sync_every=8)",
     "D2": "D2()",
     "QG-DSGDm": "QGDSGDm()",
+    "SGP, momentum mixed too": "sgp",
+    "SGP, 2 peers, momentum mixed too": LabPlan.of("sgp", peers_per_itr=2),
 }
 LATE: Mapping[str, Any] = {
     "all-reduce": "ar",
@@ -218,6 +220,7 @@ IMAGES: Mapping[str, Study] = {
         lambda workers: NUMBERS,
         cells=tuple((n, 16_000 // n, seed) for seed in (1, 2, 3) for n in (16, 8, 32, 4)),
         rates=(0.05, 0.1, 0.2),
+        mixes_momentum={name for name in NUMBERS if name.endswith(", momentum mixed too")},
     ),
     "straggler_accuracy": Study(
         partial(DrawnDigits, 2),
