@@ -1,7 +1,7 @@
 """docs/llms.txt, the library in one file for an assistant: `python docs/llms.py` writes it.
 
 It has the twelve idioms of docs/idioms.md, and each name of the API reference in a line: signature and first sentence.
-Names on the pages of LEFT_OUT have no line.
+Names of the modules in LEFT_OUT have no line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ sys.path.insert(0, str(ROOT))
 FILE = ROOT / "docs" / "llms.txt"
 API = ROOT / "docs" / "api"
 HOSTS = tuple(f"gossip_modules.integrations.{host}" for host in ("accelerate", "lightning", "transformers"))
-LEFT_OUT = ("index", "matcha", "methods")
-"""Pages without lines: the index, the plans of MATCHA, and the registry of the scripts."""
-WITH_METHODS = ("wrappers", "asynchronous", "checkpoints", "membership", "metrics")  # whose methods a script calls
+LEFT_OUT = ("gossip_modules.matcha", "gossip_modules.methods")
+"""Modules without lines: the plans of MATCHA, and the registry of the scripts."""
+WITH_METHODS = ("wrappers", "asynchronous", "checkpoints", "membership")  # whose methods a script calls, but for
+WITHOUT_METHODS = ("Interpolation", "PairwiseConfig", "MailMembership")
 
 HEAD = """# gossip_modules
 
@@ -106,13 +107,15 @@ def entries(page: Path, listed: set[str]) -> Iterator[str]:
     """A line for each name of a page of the API reference; of methods those that are not listed before."""
     for dotted in re.findall(r"^::: (gossip_modules[\w.]*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
         module, _, name = dotted.rpartition(".")
+        if module in LEFT_OUT:
+            continue
         if module.startswith(HOSTS):  # importing the package of the host takes seconds
             yield f"- {dotted}: {_read(module, name)}"
             continue
         value = getattr(importlib.import_module(module), name)
         call = signature(value) if isinstance(value, type) or inspect.isroutine(value) else ""
         yield f"- {dotted}{call}: {first_sentence(value)}"
-        if page.stem in WITH_METHODS and isinstance(value, type):
+        if page.stem in WITH_METHODS and isinstance(value, type) and name not in WITHOUT_METHODS:
             for line in methods(value):
                 if line not in listed:
                     yield f"  - {line}"
@@ -128,10 +131,9 @@ def _read(module: str, name: str) -> str:
 
 def surface() -> str:
     """All names, page by page."""
-    pages = [page for page in sorted(API.glob("*.md")) if page.stem not in LEFT_OUT]
     parts, listed = [], set[str]()
     order = {stem: place for place, stem in enumerate(WITH_METHODS)}
-    for page in sorted(pages, key=lambda page: (order.get(page.stem, len(order)), page.stem)):
+    for page in sorted(API.glob("*.md"), key=lambda page: (order.get(page.stem, len(order)), page.stem)):
         title = page.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         if lines := list(entries(page, listed)):
             parts.append(f"### {title}\n\n" + "\n".join(lines))

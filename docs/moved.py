@@ -7,6 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MOVED: Mapping[str, str] = {
+    "api/communicators": "api/matcha#matchas-communicators",
+    "api/dpwa": "api/asynchronous#dpwa",
+    "api/mailbox": "api/membership#mailbox",
+    "api/metrics": "api/checkpoints#metrics",
+    "api/mixing": "api/graphs#mixing-weights",
+    "api/schedules": "api/algorithms#schedules",
+    "api/wrapper_base": "api/rounds#the-base-class-of-wrappers",
     "benchmarks/before_after_bits": "benchmarks/index",
     "benchmarks/consensus": "benchmarks/consensus_codes",
     "benchmarks/consensus_control": "benchmarks/worker_numbers",
@@ -18,7 +25,7 @@ MOVED: Mapping[str, str] = {
     "benchmarks/slowmo": "benchmarks/worker_numbers",
     "benchmarks/time_to_loss": "benchmarks/default",
 }
-"""Former pages, and the pages in their place, without their suffix."""
+"""Former pages, and the pages in their place, without their suffix; the part after # is a section."""
 
 
 def write_moved(site: Path) -> None:
@@ -28,7 +35,8 @@ def write_moved(site: Path) -> None:
         site: the folder of the built pages.
     """
     for former, page in MOVED.items():
-        address = f"{os.path.relpath(page, Path(former).parent)}.html"
+        path, _, section = page.partition("#")
+        address = f"{os.path.relpath(path, Path(former).parent)}.html" + (f"#{section}" if section else "")
         lines = (
             "<!DOCTYPE html>",
             '<html lang="en">',
@@ -39,6 +47,6 @@ def write_moved(site: Path) -> None:
             f'<p>This page has moved: <a href="{address}">open it</a>.</p>',
             "</html>",
         )
-        path = site / f"{former}.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        written = site / f"{former}.html"
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text("\n".join([*lines, ""]), encoding="utf-8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from markdown.extensions.toc import slugify
+
 from docs.moved import MOVED, write_moved
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -18,5 +20,9 @@ def test_former_pages_lead_to_pages_that_exist(tmp_path: Path) -> None:
         assert not (DOCS / f"{former}.md").exists(), former
         addresses = set(re.findall(r'(?:href="|url=)([^"]+)"', path.read_text(encoding="utf-8")))
         assert len(addresses) == 1, former
-        page = (DOCS / former).parent / addresses.pop()
-        assert page.with_suffix(".md").is_file(), former
+        address, _, section = addresses.pop().partition("#")
+        page = ((DOCS / former).parent / address).with_suffix(".md")
+        assert page.is_file(), former
+        text = page.read_text(encoding="utf-8")
+        titles = re.findall(r"^#+ (.*?)(?: \{ #([\w-]+) \})?$", text, flags=re.MULTILINE)
+        assert section in ("", *(anchor or slugify(title.replace("`", ""), "-") for title, anchor in titles)), former
