@@ -1,7 +1,8 @@
 """Decentralised (gossip) data-parallel training in PyTorch: the names of daily use.
 
 All graphs are in `gossip_modules.graph_manager`, weights in `.mixing_manager`, compressors in `.compression`, base
-classes for your own methods in `.extend`, dpwa in `.dpwa`, and the MPI backend in `.mpi`.
+classes for your own methods in `.extend`, partitions of data in `.partitions`, dpwa in `.dpwa`, and the MPI backend in
+`.mpi`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from . import extras as _extras
 from . import graph_manager as graph_manager
 from . import mixing_manager as mixing_manager
 from . import old_names as _old_names
+from . import partitions as partitions
 from .algorithms.choco import Choco
 from .algorithms.d2 import D2
 from .algorithms.d_psgd import DPSGD

@@ -14,34 +14,18 @@ from torch import Tensor
 
 from benchmarks.studies.images import SmallImages
 from benchmarks.studies.study import Study, StudyTask, by_compare
+from gossip_modules import partitions
 from gossip_modules.lab import LabPlan
-from train.tasks.shards import dirichlet_shards, iid_shards
 
 SplitRule = Callable[[np.ndarray, int, int], np.ndarray]
 """Makes the shards, int64 [n, length], from the labels, the number of workers and the seed."""
 
 
-def sorted_shards(labels: np.ndarray, world_size: int, seed: int) -> np.ndarray:
-    """Return equal parts of the images in the order of their classes, dealt to the workers at random.
-
-    With 10 classes of equal size and at least 10 workers a shard has one class or two.
-    """
-    generator = np.random.default_rng(seed)
-    order = generator.permutation(len(labels))
-    order = order[np.argsort(labels[order], kind="stable")]
-    length = len(labels) // world_size
-    return generator.permutation(order[: length * world_size].reshape(world_size, length))
-
-
-def _dirichlet(labels: np.ndarray, world_size: int, seed: int, *, alpha: float) -> np.ndarray:
-    return dirichlet_shards(labels, world_size, alpha=alpha, seed=seed)
-
-
 SPLITS: Mapping[str, SplitRule] = {
-    "alike": lambda labels, world_size, seed: iid_shards(len(labels), world_size, seed=seed),
-    "alpha 1": partial(_dirichlet, alpha=1.0),
-    "alpha 0.1": partial(_dirichlet, alpha=0.1),
-    "1-2 classes": sorted_shards,
+    "alike": lambda labels, n, seed: partitions.even(len(labels), n, seed=seed),
+    "alpha 1": lambda labels, n, seed: partitions.dirichlet(labels, n, alpha=1.0, seed=seed),
+    "alpha 0.1": lambda labels, n, seed: partitions.dirichlet(labels, n, alpha=0.1, seed=seed),
+    "1-2 classes": lambda labels, n, seed: partitions.shards(labels, n, seed=seed, shards_per_worker=1),
 }
 """The ways to split the training images, by the name before the colon of a method."""
 SKEWED = ("alpha 1", "alpha 0.1", "1-2 classes")

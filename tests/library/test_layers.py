@@ -47,6 +47,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "state": set(),
         "schedule": set(),
         "checks": set(),
+        "partitions": {"checks"},
         "devices": set(),
         "extras": set(),
         "profiling": set(),

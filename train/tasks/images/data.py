@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossip_modules import partitions
 from train.tasks.images.cifar10 import NUM_CLASSES, LabelledImages, Splits, read_cifar10
 from train.tasks.images.folder_images import CroppedImages, ShiftedImages
 from train.tasks.images.images import BatchKey, Images, TensorImages
 from train.tasks.images.loader import Batches
-from train.tasks.shards import dirichlet_shards, iid_shards
 
 TEST_FRACTION_DIGITS = 0.2
-# First word of every seed, next to SHARD_STREAM, so that order and augmentation draw from unrelated streams.
+# First word of every seed, next to the streams of `gossip_modules.partitions`, so that draws are unrelated.
 ORDER_STREAM, AUGMENTATION_STREAM = 2, 3
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -144,9 +144,9 @@ def load_data(
     """
     train, test = DATASETS[source.dataset](source)
     if dirichlet_alpha > 0:
-        shards = dirichlet_shards(train.labels, world_size, alpha=dirichlet_alpha, seed=seed)
+        shards = partitions.dirichlet(train.labels, world_size, alpha=dirichlet_alpha, seed=seed)
     else:
-        shards = iid_shards(len(train), world_size, seed=seed)
+        shards = partitions.even(len(train), world_size, seed=seed)
     return Data(
         train,
         test,

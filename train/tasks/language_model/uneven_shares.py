@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gossip_modules import partitions
 from train.tasks.language_model.text_folder import Passage, TextFile
-from train.tasks.shards import dirichlet_shards
 
 BLOCK_BYTES = 4096
 """Of the blocks that text is dealt out in, where each rank gets MIN_BLOCKS of them; of less text they are smaller."""
@@ -19,9 +19,9 @@ def uneven_share_of(files: Sequence[TextFile], rank: int, world_size: int, *, al
 
     The folder of a file, the first of its path, is its class; files that lie in no folder are a class together. The
     text, class by class, is cut into blocks of equal length, of which each is of the class in which it begins.
-    `dirichlet_shards` deals them out. A line belongs to the block in which it begins, so where lines are longer than
-    blocks, of at most 4 KiB, shares are not of equal length. What is left then, less than a block for each rank and one
-    more, nobody reads.
+    `partitions.dirichlet` deals them out. A line belongs to the block in which it begins, so where lines are longer
+    than blocks, of at most 4 KiB, shares are not of equal length. What is left then, less than a block for each rank
+    and one more, nobody reads.
 
     Args:
         files: the files of all ranks.
@@ -46,7 +46,7 @@ def uneven_share_of(files: Sequence[TextFile], rank: int, world_size: int, *, al
     starts = np.arange(int(ends[-1]) // block) * block
     labels = np.array([folders.index(_folder(file)) for file in ordered])
     of_blocks = labels[np.searchsorted(ends, starts, side="right")]
-    shard = np.sort(dirichlet_shards(of_blocks, world_size, alpha=alpha, seed=seed)[rank])
+    shard = np.sort(partitions.dirichlet(of_blocks, world_size, alpha=alpha, seed=seed)[rank])
     return _passages(ordered, ends, starts[shard], block)
 
 

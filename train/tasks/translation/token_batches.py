@@ -14,7 +14,7 @@ from train.tasks.base import MicroBatch
 from train.tasks.byte_tokenizer import PAD, START
 from train.tasks.translation.token_sequences import TokenizedText
 
-# First word of the seed, next to those of train/tasks/images/data.py and train/tasks/shards.py.
+# First word of the seed, next to those of train/tasks/images/data.py and gossip_modules/partitions.py.
 BATCH_STREAM = 4
 BUCKET_WIDTH = 4
 """Tokens that the lengths of one bucket differ by at most, less one."""
