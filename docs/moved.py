@@ -24,6 +24,23 @@ MOVED: Mapping[str, str] = {
     "benchmarks/simulator": "benchmarks/lab",
     "benchmarks/slowmo": "benchmarks/worker_numbers",
     "benchmarks/time_to_loss": "benchmarks/default",
+    "decisions/compression": "decisions/vectors_and_rounds#compression",
+    "decisions/optimizers": "decisions/vectors_and_rounds#optimizers",
+    "decisions/size": "decisions/tools#size",
+    "extend/mixing": "extend/graph#mixing-weights",
+    "getting_started": "learn/quickstart#install",
+    "guides/averaging": "api/rounds#average-tensors",
+    "guides/clouds": "guides/launchers#clouds",
+    "guides/dpwa": "methods/dpwa",
+    "guides/elasticity_failures": "guides/failures#with-a-membership",
+    "guides/elasticity_loop": "guides/elasticity#your-training-loop",
+    "guides/kubernetes": "guides/launchers#kubernetes",
+    "guides/learning_rates": "guides/optimizers",
+    "guides/matcha": "methods/matcha",
+    "guides/mpi": "guides/launchers#mpi",
+    "guides/optimizer_state": "guides/optimizers#optimizer-state",
+    "guides/seeds": "guides/training_loop#seeds",
+    "guides/slurm": "guides/launchers#slurm",
 }
 """Former pages, and the pages in their place, without their suffix; the part after # is a section."""
 

@@ -56,7 +56,7 @@ def test_graph() -> None:
 
 
 def test_mixing() -> None:
-    _, output = run_page("mixing.md")
+    _, output = run_page("graph.md")
     plain, lazy = (float(gap) for gap in re.findall(r"(\d\.\d{3})", output.splitlines()[-1]))
     assert lazy == pytest.approx(plain / 2, abs=1e-3)  # the eigenvalues of the ring with thirds begin at -1/3
 
