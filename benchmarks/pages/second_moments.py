@@ -34,7 +34,8 @@ SECOND_MOMENTS = Page(
 **With 64 ranks and a constant gradient of a tenth of the noise, a slower average takes the steps from 0.49 to 0.57 of
 those of all-reduce.** Its second moment is right, but half of its steps end at the bound, since the first moment has
 the noise of one rank. The second moment of a moving gradient is too low: 0.47 with a gradient of 0.3, where steps are
-0.98 in place of 0.87. [Decisions](../decisions/vectors_and_rounds.md#optimizers) says what follows for `GossipAdamW`.""",
+0.98 in place of 0.87. [Decisions](../decisions/vectors_and_rounds.md#optimizers) says what follows for
+`GossipAdamW`.""",
     measures=("gossip_modules/optim",),
     render=laws,
     setup="""\
