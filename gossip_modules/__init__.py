@@ -46,6 +46,7 @@ from .optim.delayed_nesterov import DelayedNesterov
 from .optim.gossip_adamw import GossipAdamW
 from .optim.mixed_momentum import MixedMomentum
 from .optim.muon import MuonAdamW
+from .optim.outer_optimizer import OuterOptimizer
 from .schedule import Schedule
 from .transport.connect import connect
 from .transport.stores import Progress, job_store
@@ -99,6 +100,7 @@ __all__ = [
     "MuLoCo",
     "MuonAdamW",
     "NoLoCo",
+    "OuterOptimizer",
     "PairwiseDataParallel",
     "PowerGossip",
     "Progress",

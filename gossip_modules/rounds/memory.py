@@ -15,7 +15,7 @@ from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector
 from ..state import VERSION, Restart, State, begins_anew, branch, is_of_one_worker, leaf, transient
 from .loaded import Loaded
-from .outer_optimizer import OuterOptimizer, carried_state
+from .outer_optimizer import VectorOptimizer, carried_state
 from .rates import Rates, RateUnits
 from .runs import carry, layout_of, places_of, runs, tensors_beyond
 from .vector import Vector, wide, widened
@@ -67,7 +67,7 @@ class Memory(State):
     units: RateUnits = branch(is_flat=True)
     rates: Rates | None = leaf(None, is_saved=False)
     entries: dict[str, Entry] = leaf({}, is_saved=False)
-    optimizers: dict[str, OuterOptimizer] = leaf({}, is_saved=False)
+    optimizers: dict[str, VectorOptimizer] = leaf({}, is_saved=False)
     _links: dict[int, dict[str, Any]] = leaf({}, average="on_request", is_by_peer=True, is_saved=False)
     _has_passing_links: bool = leaf(False, is_saved=False)  # of one generation; see `link`
     _inner: Memory | None = branch()
@@ -152,7 +152,7 @@ class Memory(State):
         if name not in self.optimizers:
             if not of.parts:
                 return None
-            self.optimizers[name] = OuterOptimizer(make, of)
+            self.optimizers[name] = VectorOptimizer(make, of)
             if (loaded := self._loaded.optimizers.pop(name, None)) is not None:
                 state = carried_state([loaded], places_of(self.layout), of.parts)
                 self.optimizers[name].load_state_dict(state)

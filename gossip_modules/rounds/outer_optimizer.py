@@ -162,7 +162,7 @@ def step(optimizer: Optimizer | None, x: Vector, gradient: Vector) -> None:
             parameter.grad = None
 
 
-class OuterOptimizer:
+class VectorOptimizer:
     """An optimizer of a vector of a memory.
 
     Args:
