@@ -11,6 +11,8 @@ from visualization.diagrams import Drawing, Point
 
 LETTER = 12
 """The size of letters: on a phone, where a drawing is 390 pixels wide, they are 11 pixels high."""
+LETTER_WIDTH = 0.6
+"""The mean width of a letter in sizes of the letters, in DejaVu Sans: a wide font."""
 LINE = 14
 """The least distance of two lines of text."""
 
@@ -54,11 +56,13 @@ class Scale:
         ticks: the numbers at the axis; the first one and the last one are its ends.
         title: says what the numbers are.
         is_log: whether it is logarithmic.
+        names: what stands at the ticks in place of the numbers.
     """
 
     ticks: Sequence[float]
     title: str
     is_log: bool = False
+    names: Sequence[str] = ()
 
     def share(self, value: float) -> float:
         """Return the place of a value: 0 at the first tick and 1 at the last one."""
@@ -66,6 +70,10 @@ class Scale:
             math.log(number) if self.is_log else number for number in (self.ticks[0], self.ticks[-1], value)
         )
         return (x - low) / (high - low)
+
+    def labels(self) -> list[tuple[float, str]]:
+        """Return the ticks with the letters at them."""
+        return list(zip(self.ticks, self.names or [f"{value:,g}" for value in self.ticks], strict=True))
 
 
 def ticks(values: Iterable[float], count: int = 5) -> list[float]:
@@ -96,14 +104,14 @@ class Plane:
     def __init__(self, drawing: Drawing, corner: Point, size: Point, x: Scale, y: Scale) -> None:
         self.drawing, self.corner, self.size, self.x, self.y = drawing, corner, size, x, y
         (left, top), (width, height) = corner, size
-        for value in y.ticks:
+        for value, label in y.labels():
             at = self.place(x.ticks[0], value)[1]
             drawing.line([(left, at), (left + width, at)], color="pale", width=1)
-            drawing.text((left - 6, at + 4), f"{value:g}", color="muted", size=LETTER, anchor="end")
-        for value in x.ticks:
+            drawing.text((left - 6, at + 4), label, color="muted", size=LETTER, anchor="end")
+        for value, label in x.labels():
             at = self.place(value, y.ticks[0])[0]
             drawing.line([(at, top + height), (at, top + height + 4)], color="muted", width=1)
-            drawing.text((at, top + height + 17), f"{value:,g}", color="muted", size=LETTER)
+            drawing.text((at, top + height + 17), label, color="muted", size=LETTER)
         drawing.line([(left, top), (left, top + height), (left + width, top + height)], color="muted", width=1)
         drawing.text((left + width / 2, top + height + 34), x.title, size=LETTER)
         drawing.text((left - 30, top - 9), y.title, size=LETTER, anchor="start")
@@ -175,10 +183,10 @@ def ranges(drawing: Drawing, top: float, left: float, width: float, x: Scale, ro
         rows: from the first to the last.
     """
     pitch, bottom = 20.0, top + 20.0 * len(rows)
-    for value in x.ticks:
+    for value, label in x.labels():
         at = left + width * x.share(value)
         drawing.line([(at, top - 4), (at, bottom)], color="pale", width=1)
-        drawing.text((at, bottom + 14), f"{value:,g}", color="muted", size=LETTER)
+        drawing.text((at, bottom + 14), label, color="muted", size=LETTER)
     for number, row in enumerate(rows):
         y = top + pitch * number + 8
         low, mean, high = (left + width * x.share(value) for value in (row.low, row.mean, row.high))

@@ -78,7 +78,7 @@ class Drawing:
             f'<rect x="{_n(at[0])}" y="{_n(at[1])}" width="{_n(size[0])}" height="{_n(size[1])}" rx="3" '
             f'class="f-{color}"/>'
         )
-        lines = text.split("\n")
+        lines = text.split("\n") if text else []
         for index, line in enumerate(lines):
             y = at[1] + size[1] / 2 + 4.5 + 15 * (index - (len(lines) - 1) / 2)
             self.text((at[0] + size[0] / 2, y), line, color=ink)
@@ -91,6 +91,13 @@ class Drawing:
     def dot(self, at: Point, *, radius: float = 2.4, color: str = "blue") -> None:
         """A full circle."""
         self._add(f'<circle cx="{_n(at[0])}" cy="{_n(at[1])}" r="{_n(radius)}" class="f-{color}"/>')
+
+    def ring(self, at: Point, *, radius: float = 3.6, color: str = "blue") -> None:
+        """A circle whose inside is empty."""
+        self._add(
+            f'<circle cx="{_n(at[0])}" cy="{_n(at[1])}" r="{_n(radius)}" class="s-{color}" fill="none" '
+            f'stroke-width="1.5"/>'
+        )
 
     def line(self, points: Sequence[Point], *, color: str = "muted", dashed: bool = False, width: float = 1.5) -> None:
         """Straight lines from point to point."""

@@ -1,4 +1,4 @@
-"""The papers' own figures, drawn from the rows of benchmarks/results/, as SVG files of docs/assets.
+"""The papers' own figures and those of benchmark pages, from the rows of benchmarks/results/, as files of docs/assets.
 
 python -m visualization.papers                    # writes all of them
 python -m visualization.papers --output /tmp
@@ -17,10 +17,22 @@ from visualization.charts import Curve, Look, Plane, Scale, SeedRange, ranges, t
 from visualization.command import run_command
 from visualization.diagrams import FOLDER, Drawing
 from visualization.logs.tables import read_columns
+from visualization.study_figures import (
+    agreement_of_graphs,
+    exchanges,
+    goodput,
+    late_workers,
+    outer_bytes,
+    rates_of_matcha,
+    regions,
+    steps_by_link,
+    translation,
+    uneven_data,
+    utilisation,
+)
+from visualization.study_rows import last, points, trainings
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-STUDY = ("method", "workers", "seed", "steps", "step", "is_tuning", "seconds", "megabytes", "test", "waiting")
-"""The columns of a study that pictures need."""
 LOOKS: Mapping[str, Look] = {
     "all-reduce": Look("ink"),
     "SGP": Look("blue"),
@@ -52,21 +64,10 @@ ABLATIONS: Mapping[str, str] = {
 """The colour of each ablation of WAGMA-SGD."""
 
 
-def trainings(path: Path) -> pd.DataFrame:
-    """Return the curves of the trainings of a study that did not choose a rate, with the accuracy in percent."""
-    rows = read_columns(path, STUDY, source="benchmarks.studies")
-    return rows[~rows["is_tuning"]].assign(accuracy=100 - rows["test"])
-
-
-def last(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the last row of each training."""
-    return rows[rows["step"] == rows["steps"]]
-
-
-def accuracy_workers(path: Path) -> Drawing:
+def accuracy_workers(path: Path, title: str) -> Drawing:
     """Accuracy against the number of workers, at equal numbers of images."""
     means = last(trainings(path)).groupby(["method", "workers"])["accuracy"].mean()
-    drawing = Drawing(PICTURES["accuracy_workers"].title, 300)
+    drawing = Drawing(title, 300)
     x = Scale(
         sorted(means.index.get_level_values("workers").unique()), "workers (CIFAR-10, equal numbers of images)", True
     )
@@ -76,22 +77,18 @@ def accuracy_workers(path: Path) -> Drawing:
     return drawing
 
 
-def accuracy_bytes(path: Path) -> Drawing:
+def accuracy_bytes(path: Path, title: str) -> Drawing:
     """Accuracy against the bytes that a worker has sent."""
     curves = trainings(path).groupby(["method", "step"])[["megabytes", "accuracy"]].mean()
-    drawing = Drawing(PICTURES["accuracy_bytes"].title, 300)
-    x = Scale((1, 10, 100, 1000, 4000), "MB sent by a worker (CIFAR-10, ring of 8)", is_log=True)
+    drawing = Drawing(title, 300)
+    x = Scale((1, 10, 100, 1000, 10000), "MB sent by a worker (CIFAR-10, ring of 8)", is_log=True)
     y = Scale(ticks(curves.loc[list(CODES)]["accuracy"]), "accuracy, %")
     panel = Plane(drawing, (36, 30), (264, 220), x, y)
-    panel.curves([Curve(label, look, _points(curves.loc[name])) for name, (label, look) in CODES.items()])
+    panel.curves([Curve(label, look, points(curves.loc[name])) for name, (label, look) in CODES.items()])
     return drawing
 
 
-def _points(rows: pd.DataFrame) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in rows.itertuples(index=False)]
-
-
-def error_bits(path: Path) -> Drawing:
+def error_bits(path: Path, title: str) -> Drawing:
     """Bits until the consensus error is 1 %, of each code that reaches it with all seeds."""
     rows = read_columns(path, ("method", "step_size", "run_seed", "rounds", "megabits"), source="benchmarks.studies")
     seeds, found = rows["run_seed"].nunique(), []
@@ -103,50 +100,50 @@ def error_bits(path: Path) -> Drawing:
                 SeedRange(str(name), mbit.mean(), mbit.min(), mbit.max(), color, f"{own['rounds'].mean():.0f}")
             )
     found.sort(key=lambda row: row.mean)
-    drawing = Drawing(PICTURES["error_bits"].title, 76 + 20 * len(found))
+    drawing = Drawing(title, 76 + 20 * len(found))
     drawing.text((372, 20), "rounds", color="muted", size=12, anchor="start")
     x = Scale((0.5, 1, 2, 5, 10, 20), "Mbit of a worker until the error is 1 %", is_log=True)
     ranges(drawing, 32, 128, 240, x, found)
     return drawing
 
 
-def matcha_budgets(path: Path) -> Drawing:
+def matcha_budgets(path: Path, title: str) -> Drawing:
     """The error on graph 0 against steps and against time, for each budget."""
     rows = trainings(path)
     names = {budget: f"graph 0, budget {budget:g}" for budget in BUDGETS}
     curves = rows.groupby(["method", "step"])[["seconds", "test"]].mean()
-    drawing = Drawing(PICTURES["matcha_budgets"].title, 520)
+    drawing = Drawing(title, 520)
     shown = pd.concat([curves.loc[name] for name in names.values()])
     y = Scale((8, 10, 20, 50, 100) if shown["test"].min() >= 8 else (5, 10, 20, 50, 100), "test error, %", is_log=True)
     steps, seconds = int(rows["steps"].max()), float(shown["seconds"].max())
-    for number, (column, title, end) in enumerate(
+    for number, (column, words, end) in enumerate(
         (("step", "steps (graph 0, 8 workers)", steps), ("seconds", "seconds", seconds))
     ):
-        panel = Plane(drawing, (36, 30 + 260 * number), (276, 180), Scale(ticks((0, end), 4), title), y)
+        panel = Plane(drawing, (36, 30 + 260 * number), (276, 180), Scale(ticks((0, end), 4), words), y)
         own = []
         for budget, look in BUDGETS.items():
-            points = curves.loc[names[budget]].reset_index()[[column, "test"]]
-            own.append(Curve(f"budget {budget:g}", look, _points(points)))
+            rows = curves.loc[names[budget]].reset_index()
+            own.append(Curve(f"budget {budget:g}", look, points(rows[[column, "test"]])))
         panel.curves(own)
     return drawing
 
 
-def wagma_ablations(path: Path) -> Drawing:
+def wagma_ablations(path: Path, title: str) -> Drawing:
     """Accuracy with groups of several sizes, with fixed groups and without groups, for images and digits."""
-    drawing, top = Drawing(PICTURES["wagma_ablations"].title, 2 * 214 + 8), 32.0
-    for title, file in (("CIFAR-10", path), ("drawn digits", path.with_name("wagma_ablations.csv"))):
+    drawing, top = Drawing(title, 2 * 222 + 4), 32.0
+    for task, file in (("CIFAR-10", path), ("drawn digits", path.with_name("wagma_ablations.csv"))):
         ends = last(trainings(file)).groupby("method")["accuracy"].agg(["mean", "min", "max", "count"])
         found = []
         for name, color in ABLATIONS.items():
             mean, low, high = (float(ends.loc[name, column]) for column in ("mean", "min", "max"))
             found.append(SeedRange(name, mean, low, high, color, f"{mean:.1f}"))
-        drawing.text((134, top - 14), f"{title}, 64 workers", size=12, anchor="start", bold=True)
+        drawing.text((134, top - 14), f"{task}, 64 workers", size=12, anchor="start", bold=True)
         x = Scale(ticks([*ends["min"], *ends["max"]], 4), "accuracy, % (mean, lowest and highest seed)")
-        top = ranges(drawing, top, 134, 234, x, found) + 22
+        top = ranges(drawing, top, 134, 234, x, found) + 36
     return drawing
 
 
-def late_throughput(path: Path) -> Drawing:
+def late_throughput(path: Path, title: str) -> Drawing:
     """Images in a second by 64 workers, of which two are late in each step."""
     ends = last(trainings(path))
     compute = 0.6 + 0.32 * 2 / 64  # seconds of a step, mean over workers
@@ -156,7 +153,7 @@ def late_throughput(path: Path) -> Drawing:
         speed = 64 / (compute / share)
         look = LOOKS.get(str(name).partition(", 2")[0], Look("muted"))
         found.append(SeedRange(str(name), speed, 0.0, speed, look.color, f"{speed:.0f}"))
-    drawing = Drawing(PICTURES["late_throughput"].title, 76 + 20 * len(found))
+    drawing = Drawing(title, 76 + 20 * len(found))
     drawing.text((12, 18), "64 workers, two of them 320 ms late in each step", size=12, anchor="start", bold=True)
     ranges(drawing, 32, 112, 256, Scale(ticks((0, 64 / compute), 5), "steps of all workers in a second"), found)
     return drawing
@@ -164,17 +161,25 @@ def late_throughput(path: Path) -> Drawing:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of a paper.
+    """A figure of a paper or of a benchmark page: the page of its file shows it.
 
     Attributes:
         csv: the file in benchmarks/results/; others beside it may be read too.
         title: what the picture shows.
-        draw: draws it from that file.
+        draw: draws it from that file and the title.
     """
 
     csv: str
     title: str
-    draw: Callable[[Path], Drawing]
+    draw: Callable[[Path, str], Drawing]
+
+    def svg(self, folder: Path) -> str:
+        """Return the picture as the text of a file.
+
+        Args:
+            folder: has the CSV files.
+        """
+        return self.draw(folder / self.csv, self.title).svg()
 
 
 PICTURES: Mapping[str, Picture] = {
@@ -198,6 +203,29 @@ PICTURES: Mapping[str, Picture] = {
     "late_throughput": Picture(
         "straggler_accuracy.csv", "Steps in a second of six methods with two late workers of 64", late_throughput
     ),
+    "late_error": Picture(
+        "straggler_accuracy.csv", "Test error of six methods against seconds, with two late workers of 64", late_workers
+    ),
+    "matcha_rates": Picture("matcha_rho.csv", "The rate rho of MATCHA against its budget, six graphs", rates_of_matcha),
+    "uneven_data": Picture("uneven_data.csv", "Accuracy of ten methods on three splits of the data", uneven_data),
+    "outer_bytes": Picture(
+        "outer_language.csv", "Loss of nine outer methods against the megabytes that a worker sends", outer_bytes
+    ),
+    "translation": Picture("translation.csv", "BLEU of five methods against steps", translation),
+    "regions": Picture("regions.csv", "Loss against seconds of five methods in four regions", regions),
+    "goodput": Picture("goodput.csv", "Goodput of four systems with 8 to 1,024 workers", goodput),
+    "agreement_of_graphs": Picture(
+        "default_graphs.csv", "Messages until ranks agree, for five graphs with 3 to 49 ranks", agreement_of_graphs
+    ),
+    "exchanges": Picture(
+        "pairwise.csv", "Exchanges until workers agree, for AD-PSGD and A2CiD2 on cycles of 8 to 32", exchanges
+    ),
+    "utilisation": Picture(
+        "utilisation.csv", "Compute utilisation of DiLoCo with four periods, ours and the published one", utilisation
+    ),
+    "steps_by_link": Picture(
+        "straggler_cells.csv", "Milliseconds of a step of nine methods at 0.1, 1 and 10 Gbit/s", steps_by_link
+    ),
 }
 """By the name of the file."""
 
@@ -213,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"not drawn: {name}: got no {picture.csv}, expected the rows of its study")
             continue
         path = folder / f"{name}.svg"
-        path.write_text(picture.draw(RESULTS / picture.csv).svg(), encoding="utf-8")
+        path.write_text(picture.svg(RESULTS), encoding="utf-8")
         print(f"drew {path}")
 
 

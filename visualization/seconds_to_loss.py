@@ -7,16 +7,24 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.style import MUTED, method_styles, new_figure, save, styled
+from visualization.charts import LETTER, LETTER_WIDTH
+from visualization.diagrams import WIDTH, Drawing
 
-WIDTH, BAR = 4.1, 0.19
-"""The width of the picture and the height of a bar with its gap, in inches. A phone shows the letters at full size."""
-LETTERS = 9.0
-"""The size of letters, in points."""
+PITCH, BAR, NUMBER = 20.0, 14.0, 84.0
+"""The distance of two bars, the height of a bar, and the width of the number beside the longest one."""
+COLORS = (
+    ("Overlap SGP", "green"),
+    ("AD-PSGD", "muted"),
+    ("D-PSGD", "orange"),
+    ("Decent-DP", "orange"),
+    ("DDP", "ink"),
+    ("SGP", "blue"),
+)
+"""The colour of the first name that a label begins with; others, which communicate less often, are purple."""
 
 
 def draw(table: pd.DataFrame, labels: Sequence[str], title: str, output: Path) -> Path:
-    """Draw the panels as the file `output`; returns it.
+    """Draw the panels as the SVG file `output`; returns it.
 
     Args:
         table: columns label, rate (Gbit/s), seconds (NaN: the loss is not reached) and share (of the first bar's).
@@ -24,23 +32,38 @@ def draw(table: pd.DataFrame, labels: Sequence[str], title: str, output: Path) -
         title: above the panels.
         output: the file.
     """
-    rates, looks = sorted(table["rate"].unique()), method_styles(labels)
-    with styled():
-        figure = new_figure(WIDTH, 0.55 + len(rates) * (0.42 + BAR * len(labels)))
-        axes = figure.subplots(len(rates), 1, squeeze=False)[:, 0]
-        for axis, rate in zip(axes, rates, strict=True):
-            own = table[table["rate"] == rate].set_index("label").reindex(labels)
-            seconds = own["seconds"].fillna(0.0)
-            axis.barh(labels, seconds, height=0.72, color=[looks[label]["color"] for label in labels])
-            for place, row in enumerate(own.itertuples()):
-                text = f"{row.seconds:.0f} s" if row.seconds == row.seconds else "not reached"
-                axis.annotate(text, (seconds.iloc[place], place), (3, 0), textcoords="offset points", va="center",
-                              fontsize=LETTERS, color=MUTED if row.seconds != row.seconds else "black")  # fmt: skip
-            axis.set_title(f"links of {rate:g} Gbit/s", fontsize=LETTERS + 0.5, loc="left")
-            axis.set(xlim=(0, 1.17 * seconds.max()), xticks=[])
-            axis.tick_params(labelsize=LETTERS, left=False)
-            axis.invert_yaxis()
-            axis.grid(visible=False)
-            axis.spines[["bottom", "left"]].set_visible(False)
-        figure.suptitle(title, fontsize=LETTERS + 1)
-        return save(figure, output)
+    rates = sorted(table["rate"].unique())
+    panel = 34 + PITCH * len(labels)
+    drawing = Drawing(title, 24 + panel * len(rates))
+    drawing.text((WIDTH / 2, 18), title, bold=True)
+    left = 14 + LETTER_WIDTH * LETTER * max(map(len, labels))
+    for number, rate in enumerate(rates):
+        top = 24 + panel * number
+        drawing.text((left, top + 20), f"links of {rate:g} Gbit/s", size=LETTER, anchor="start", bold=True)
+        own = table[table["rate"] == rate].set_index("label").reindex(labels)["seconds"]
+        longest = float(own.max())
+        for place, (label, seconds) in enumerate(own.items()):
+            y = top + 30 + PITCH * place
+            drawing.text((left - 6, y + BAR - 3), str(label), size=LETTER, anchor="end")
+            is_reached = seconds == seconds
+            end = left + (WIDTH - NUMBER - left) * seconds / longest if is_reached else left
+            if is_reached:
+                drawing.box((left, y), (end - left, BAR), color=color_of(str(label)))
+            drawing.text(
+                (end + 5, y + BAR - 3),
+                f"{seconds:.0f} s" if is_reached else "not reached",
+                color="ink" if is_reached else "muted",
+                size=LETTER,
+                anchor="start",
+            )
+    output.write_text(drawing.svg(), encoding="utf-8")
+    return output
+
+
+def color_of(label: str) -> str:
+    """Return the name of the colour of a method.
+
+    >>> color_of("DDP, fp16 hook"), color_of("DiLoCo, H = 30")
+    ('ink', 'purple')
+    """
+    return next((color for name, color in COLORS if label.startswith(name)), "purple")

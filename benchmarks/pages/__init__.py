@@ -28,6 +28,7 @@ from benchmarks.pages.lab_studies import lab_page
 from benchmarks.pages.mailbox import MAILBOX
 from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
+from benchmarks.pages.pictures import pictures
 from benchmarks.pages.published import reproduction_page
 from benchmarks.pages.records import RECORDS
 from benchmarks.pages.setup import SETUP_PAGE
@@ -69,7 +70,8 @@ def page(name: str) -> str:
 def _figures(own: Page, rows: pd.DataFrame) -> list[str]:
     """The result, the summary and all rows, which are folded if there is a summary."""
     every = (own.render(rows) if own.render else table(rows, own.columns)).rstrip("\n")
-    return [filled(own.text), *([own.summary(rows), fold("All rows", every)] if own.summary else [every])]
+    shown = [own.summary(rows), fold("All rows", every)] if own.summary else [every]
+    return [filled(own.text), *pictures(csv=own.csv), *shown]
 
 
 def _part(own: Page) -> str:

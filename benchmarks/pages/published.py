@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from benchmarks.pages.headline import ENOUGH, IN_PART, NO, OTHER_SCALE, YES, Headline, of_all_scales
 from benchmarks.pages.markdown import fold
+from benchmarks.pages.pictures import pictures
 from benchmarks.pages.reproduction import HEADLINES, NOT_REPRODUCED
 from benchmarks.pages.studies import REPRODUCED
 from benchmarks.record import RESULTS, ROOT, rows_of
 from gossip_modules.methods import METHODS
-from visualization.papers import PICTURES
 
 TITLE = "Reproduction: the figures of the papers, and ours"
 INTRODUCTION = """\
@@ -34,7 +34,7 @@ class Section:
         title: the heading.
         papers: the names in `Headline.paper`.
         method: the name of the method in the registry, which has the paper.
-        pictures: names of `PICTURES`.
+        pictures: names of `visualization.papers.PICTURES`.
     """
 
     title: str
@@ -44,22 +44,22 @@ class Section:
 
 
 SECTIONS: Sequence[Section] = (
-    Section("SGP and Overlap SGP", ("SGP", "Overlap SGP", "SGP, Overlap SGP"), "sgp", ("accuracy_workers",)),
-    Section("AD-PSGD", ("AD-PSGD",), "adpsgd", ("late_throughput",)),
-    Section("WAGMA-SGD", ("WAGMA-SGD",), "wagma", ("wagma_ablations",)),
-    Section("MATCHA", ("MATCHA",), "matcha", ("matcha_budgets",)),
+    Section("SGP and Overlap SGP", ("SGP", "Overlap SGP", "SGP, Overlap SGP"), "sgp", ("accuracy_workers", "translation")),
+    Section("AD-PSGD", ("AD-PSGD",), "adpsgd", ("late_throughput", "steps_by_link")),
+    Section("WAGMA-SGD", ("WAGMA-SGD",), "wagma", ("wagma_ablations", "late_error")),
+    Section("MATCHA", ("MATCHA",), "matcha", ("matcha_rates", "matcha_budgets")),
     Section("PowerGossip", ("PowerGossip",), "powergossip", ("accuracy_bytes", "error_bits")),
     Section("CHOCO-SGD", ("CHOCO-SGD",), "choco"),
     Section("DeepSqueeze", ("DeepSqueeze",), "deepsqueeze"),
     Section("Moniqua", ("Moniqua",), "moniqua"),
     Section("dpwa", ("dpwa",), "dpwa"),
-    Section("DiLoCo", ("DiLoCo", "Local SGD, DiLoCo (yeto)"), "diloco"),
+    Section("DiLoCo", ("DiLoCo", "Local SGD, DiLoCo (yeto)"), "diloco", ("utilisation", "outer_bytes")),
     Section("MuLoCo", ("MuLoCo",), "muloco"),
     Section("NoLoCo", ("NoLoCo",), "noloco"),
-    Section("HALoS", ("HALoS",), ""),
-    Section("RelaySGD", ("RelaySGD",), "relaysgd"),
+    Section("HALoS", ("HALoS",), "", ("regions",)),
+    Section("RelaySGD", ("RelaySGD",), "relaysgd", ("uneven_data",)),
     Section("Base-(k+1) graph", ("Base-(k+1) graph",), ""),
-    Section("A2CiD2", ("A2CiD2",), "a2cid2"),
+    Section("A2CiD2", ("A2CiD2",), "a2cid2", ("exchanges",)),
 )
 """In the order of the page."""
 SCRIPTS: Mapping[str, str] = {
@@ -157,9 +157,7 @@ def _section(section: Section, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{paper.authors}, {paper.venue}: [the method](../methods/{section.method}.md)."
     lines = [row.text() for row in own]
     yield "\n".join(["| published | here | reproduced? |", "|---|---|---|", *lines])
-    for name in section.pictures:
-        if (RESULTS / PICTURES[name].csv).exists():
-            yield f"![{PICTURES[name].title}](../assets/{name}.svg){{ .diagram }}"
+    yield from pictures(section.pictures)
 
 
 def script_of(command: str) -> str:

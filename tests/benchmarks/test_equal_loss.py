@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from benchmarks.claims.equal_loss import (
     COMPARED,
@@ -21,6 +21,8 @@ from benchmarks.claims.equal_loss import (
     own_length,
     target,
 )
+from tests.harness.pictures import collisions, text_boxes
+from visualization.diagrams import WIDTH
 from visualization.seconds_to_loss import draw
 
 DDP, LATE = LINES["DDP"].curve, LINES["Overlap SGP, bfloat16"].curve
@@ -122,13 +124,19 @@ def test_curves_are_means_over_the_seeds_of_all_compared_methods(language: pd.Da
     assert target(whole) == 5.125  # SGP: the mean of 1.25 and 9
 
 
-def test_bars_of_seconds(language: pd.DataFrame, cells: pd.DataFrame, tmp_path: Path, figures: list[Figure]) -> None:
-    draw(equal_loss(language, cells), list(LINES), "title", tmp_path / "x.svg")
-    slow, fast = figures[0].axes
-    assert [axis.get_title(loc="left") for axis in (slow, fast)] == ["links of 1 Gbit/s", "links of 10 Gbit/s"]
-    labels = [label.get_text() for label in slow.get_yticklabels()]
-    widths = dict(zip(labels, [bar.get_width() for bar in slow.patches], strict=True))  # type: ignore[attr-defined]
-    assert widths["DDP"] == pytest.approx(300 / 10**0.5)
-    assert widths["Local SGD, H = 10"] == 0
-    texts = dict(zip(labels, [text.get_text() for text in slow.texts], strict=True))
-    assert (texts["DDP"], texts["Local SGD, H = 10"]) == ("95 s", "not reached")
+def test_bars_of_seconds(language: pd.DataFrame, cells: pd.DataFrame, tmp_path: Path) -> None:
+    table = equal_loss(language, cells)
+    svg = draw(table, list(LINES), "title", tmp_path / "x.svg").read_text(encoding="utf-8")
+    found = [box.letters for box in text_boxes(svg)]
+    slow, fast = (found[found.index(f"links of {rate} Gbit/s") :] for rate in (1, 10))
+    assert slow[1:3] == ["DDP", "95 s"]
+    assert fast[fast.index("Local SGD, H = 10") + 1] == "not reached"
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', svg)]
+    for _, own in table.groupby("rate"):
+        seconds = own.set_index("label")["seconds"].reindex(list(LINES)).dropna()
+        drawn, widths = widths[: len(seconds)], widths[len(seconds) :]
+        assert drawn == pytest.approx(list(max(drawn) * seconds / seconds.max()), abs=0.1)
+    assert not widths
+    assert collisions(svg) == []
+    assert max(box.right for box in text_boxes(svg)) <= WIDTH
+    assert min(box.left for box in text_boxes(svg)) >= 0

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.pages import ROOT
-from visualization.diagrams import DIAGRAMS
+from tests.harness.pictures import collisions, text_boxes
+from visualization.diagrams import DIAGRAMS, WIDTH
 
 FOLDER = ROOT / "docs" / "learn"
 PAGES = sorted(FOLDER.glob("how_*.md"))
@@ -40,3 +41,13 @@ def test_a_page_has_an_example_and_a_diagram(page: Path) -> None:
 def test_the_site_has_the_diagram_that_is_drawn(name: str) -> None:
     assert (ROOT / "docs" / "assets" / f"{name}.svg").read_text(encoding="utf-8") == DIAGRAMS[name]().svg()
     assert any(f"../assets/{name}.svg" in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+@pytest.mark.parametrize("name", DIAGRAMS)
+def test_letters_of_a_diagram_are_inside_of_it_and_do_not_collide(name: str) -> None:
+    svg = DIAGRAMS[name]().svg()
+    found = text_boxes(svg)
+    assert len(found) == svg.count("<text")
+    assert min(box.left for box in found) >= 0
+    assert max(box.right for box in found) <= WIDTH
+    assert collisions(svg) == []

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages import DOCS, PAGES
+from tests.harness.pictures import collisions, text_boxes
 from visualization.charts import Curve, Look, Plane, Scale, SeedRange, apart, ranges, ticks
 from visualization.diagrams import DARK, FOLDER, LIGHT, WIDTH, Drawing
 from visualization.papers import PICTURES, RESULTS, main
 
 HAVE_ROWS = [name for name, picture in PICTURES.items() if (RESULTS / picture.csv).exists()]
-LETTER_WIDTH = 0.6
-"""The mean width of a letter of DejaVu Sans, in the size of the letters: a wide font."""
 
 
 @pytest.mark.parametrize("name", HAVE_ROWS)
 def test_the_site_has_the_picture_that_is_drawn(name: str) -> None:
     picture = PICTURES[name]
-    drawn = picture.draw(RESULTS / picture.csv).svg()
+    drawn = picture.svg(RESULTS)
     stored = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
     assert stored == drawn, "run python -m visualization.papers"
 
@@ -29,16 +29,28 @@ def test_the_site_has_the_picture_that_is_drawn(name: str) -> None:
 def test_letters_are_inside_of_a_picture_and_large_enough_for_a_phone(name: str) -> None:
     text = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
     height = float(re.findall(r'viewBox="0 0 \d+ ([\d.]+)"', text)[0])
-    pattern = r'<text x="([-\d.]+)" y="([\d.]+)" class="f-\w+" font-size="([\d.]+)" text-anchor="(\w+)"[^>]*>([^<]*)<'
-    found = re.findall(pattern, text)
-    assert len(found) > 10
-    for x, y, size, anchor, letters in found:
-        width = LETTER_WIDTH * float(size) * len(letters)
-        left = float(x) - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
-        assert left >= 0, letters
-        assert left + width <= WIDTH, letters
-        assert float(y) <= height, letters
-        assert float(size) * 390 / WIDTH >= 11, letters
+    found = text_boxes(text)
+    assert len(found) > 8
+    for own in found:
+        assert own.left >= 0, own.letters
+        assert own.right <= WIDTH, own.letters
+        assert own.bottom <= height, own.letters
+        assert own.size * 390 / WIDTH >= 11, own.letters
+
+
+@pytest.mark.parametrize("name", HAVE_ROWS)
+def test_letters_of_a_picture_do_not_collide(name: str) -> None:
+    assert collisions((FOLDER / f"{name}.svg").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("name", HAVE_ROWS)
+def test_the_page_of_the_rows_shows_the_picture(name: str) -> None:
+    picture = PICTURES[name]
+    pages = [page for page in PAGES.values() if picture.csv in {own.csv for own in page.measurements()}]
+    assert len(pages) == 1
+    (page,) = (name for name, own in PAGES.items() if own is pages[0])
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert f"![{picture.title}](../assets/{name}.svg){{ .diagram }}" in text
 
 
 @pytest.mark.parametrize("name", HAVE_ROWS)
