@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from visualization.command import run_command
 from visualization.logs.tables import read_columns
-from visualization.style import COLORS, MUTED, PAGE, add_legend, log_scale, new_figure, save, styled
+from visualization.style import COLORS, LEGIBLE, MUTED, PHONE, add_legend, log_scale, new_figure, save, styled
 
 COLUMNS = ("method", "at_seconds", "kind", "lasts_seconds", "live", "members", "slowest_ms")
 RUN_COLUMNS = ("method", "num_workers", "seed", "median_ms")
@@ -62,8 +62,8 @@ def draw_slowest(axis: Axes, rows: pd.DataFrame, median_ms: float | None) -> Non
                 color=color,
                 marker=marker,
                 linestyle="",
-                markersize=2.6,
-                label=label,
+                markersize=3.2,
+                label=f"{label}: {own['slowest_ms'].median():.0f} ms in the median",
             )
     axis.set(xlabel="seconds of training", ylabel="slowest step [ms]")
     log_scale(axis, "y")
@@ -91,12 +91,12 @@ def draw(path: Path, output: Path, *, method: str = "", runs: Path | None = None
     if runs is not None:
         run = _run_of(read_columns(runs, RUN_COLUMNS, source=SOURCE), method, runs)
         workers, median_ms = f" {int(run['num_workers'])} workers, seed {int(run['seed'])},", float(run["median_ms"])
-    with styled():
-        figure = new_figure(PAGE, 4.0)
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.3))
+    with styled(LEGIBLE):
+        figure = new_figure(PHONE, 5.8)
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.6))
         draw_members(above, own)
         draw_slowest(below, own, median_ms)
-        above.set(title=f"{method} on digits:{workers} {len(own)} faults in {own['at_seconds'].max():.0f} s")
+        above.set_title(f"{method} on digits:{workers}\n{len(own)} faults in {own['at_seconds'].max():.0f} s")
         add_legend(figure, (above, below))
         return save(figure, output)
 

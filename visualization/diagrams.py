@@ -138,7 +138,8 @@ class Drawing:
         style = f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
         return "\n".join(
             [
-                f'<svg xmlns="{XMLNS}" viewBox="0 0 {WIDTH} {_n(self.height)}" font-family="sans-serif">',
+                f'<svg xmlns="{XMLNS}" width="{WIDTH}" height="{_n(self.height)}" '
+                f'viewBox="0 0 {WIDTH} {_n(self.height)}" font-family="sans-serif">',
                 f"<title>{escape(self.title)}</title>",
                 f"<style>path{{fill:none;stroke-linejoin:round}}{style}</style>",
                 *self._elements,

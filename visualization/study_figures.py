@@ -139,9 +139,7 @@ def regions(path: Path, title: str) -> Drawing:
     curves = mean_curves(trainings(path), "seconds", "test", REGIONS)
     drawing = Drawing(title, 330)
     x = Scale((10, 30, 100, 300, 1000, 3200), "seconds (16 workers in four regions)", is_log=True)
-    Plane(
-        drawing, (36, 30), (276, 250), x, Scale((2, 2.25, 2.5, 3, 4, 5), "nats per byte", is_log=True)
-    ).curves(curves)
+    Plane(drawing, (36, 30), (276, 250), x, Scale((2, 2.25, 2.5, 3, 4, 5), "nats per byte", is_log=True)).curves(curves)
     return drawing
 
 
@@ -168,7 +166,7 @@ def agreement_of_graphs(path: Path, title: str) -> Drawing:
     x = Scale((3, 6, 12, 25, 50), "ranks (blue: the default graphs)", is_log=True)
     y = Scale((1, 10, 100, 1000, 10000), "messages of a rank to an error of 1e-6", is_log=True)
     curves = [Curve(label, look, list(means[name].items())) for name, (label, look) in GRAPHS.items()]
-    Plane(drawing, (48, 30), (276, 250), x, y).curves(curves)
+    Plane(drawing, (50, 30), (274, 250), x, y).curves(curves)
     return drawing
 
 

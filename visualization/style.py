@@ -35,10 +35,10 @@ class MethodStyle(NamedTuple):
     words: tuple[str, ...]
 
 
-COLUMN, PAGE = 3.3, 5.5
-"""Widths of a column of two and of the text of a page, in inches; a page is to be legible on a phone as well."""
-SMALL = 7.5
-"""The smallest letters, in points."""
+COLUMN, PAGE, PHONE = 3.3, 5.5, 4.1
+"""Widths of a column of two, of the text of a page, and of a picture that a phone shows at its own size, in inches."""
+SMALL, LEGIBLE = 7.5, 9.0
+"""The smallest letters, and those of pictures for a phone, in points."""
 MUTED = "#767676"
 """Of what is no data: contrast 4.5 to 1 on white."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -119,9 +119,16 @@ DARK = "@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate
 
 
 @contextmanager
-def styled() -> Iterator[None]:
-    """Everything drawn and saved within has the look of this module; matplotlib's settings are put back after."""
-    settings: Any = SETTINGS  # matplotlib types the names of all its settings
+def styled(smallest: float = SMALL) -> Iterator[None]:
+    """Everything drawn and saved within has the look of this module; matplotlib's settings are put back after.
+
+    Args:
+        smallest: the size of the smallest letters, in points.
+    """
+    sizes = {
+        name: size + smallest - SMALL for name, size in SETTINGS.items() if name.endswith("size") and size >= SMALL
+    }
+    settings: Any = {**SETTINGS, **sizes}  # matplotlib types the names of all its settings
     with mpl.rc_context(settings):
         yield
 

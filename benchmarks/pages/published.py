@@ -44,7 +44,9 @@ class Section:
 
 
 SECTIONS: Sequence[Section] = (
-    Section("SGP and Overlap SGP", ("SGP", "Overlap SGP", "SGP, Overlap SGP"), "sgp", ("accuracy_workers", "translation")),
+    Section(
+        "SGP and Overlap SGP", ("SGP", "Overlap SGP", "SGP, Overlap SGP"), "sgp", ("accuracy_workers", "translation")
+    ),
     Section("AD-PSGD", ("AD-PSGD",), "adpsgd", ("late_throughput", "steps_by_link")),
     Section("WAGMA-SGD", ("WAGMA-SGD",), "wagma", ("wagma_ablations", "late_error")),
     Section("MATCHA", ("MATCHA",), "matcha", ("matcha_rates", "matcha_budgets")),

@@ -1,4 +1,4 @@
-"""Where the letters of an SVG picture of `visualization.diagrams` stand, in DejaVu Sans: a wide font of Linux desktops."""
+"""Where letters of SVG pictures of `visualization.diagrams` stand, in DejaVu Sans: a wide font of Linux desktops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 
 ASCENT, DESCENT = 0.76, 0.24
 """The height of letters above and below the line that they stand on, in sizes of the font."""
-TEXT = re.compile(r'<text x="([-\d.]+)" y="([\d.]+)" class="f-\w+" font-size="([\d.]+)" text-anchor="(\w+)"([^>]*)>([^<]*)<')
+TEXT = re.compile(
+    r'<text x="([-\d.]+)" y="([\d.]+)" class="f-\w+" font-size="([\d.]+)" text-anchor="(\w+)"([^>]*)>([^<]*)<'
+)
 
 
 class TextBox(NamedTuple):
