@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from .base import GraphManager, as_peer_schedule
 from .base_graph import BaseGraph
 from .matchings import select_graph
-from .networkx_graphs import ChainGraph, DoubleBinaryTreeGraph, NetworkXGraph
+from .networkx_graphs import ChainGraph, DoubleBinaryTreeGraph, NetworkXGraph, dyck_graph, petersen_graph
 from .random_graphs import EquiDynGraph, EquiStaticGraph, RandomMatchingGraph, RandomPushGraph
 from .shift_graphs import (
     CompleteGraph,
@@ -23,6 +24,9 @@ from .shift_graphs import (
     StaticExponentialGraph,
     TorusGraph,
 )
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
     "exponential": DynamicDirectedExponentialGraph,
@@ -58,8 +62,13 @@ DIRECTED_STATIC_GRAPHS: Mapping[str, Callable[..., GraphManager]] = {
 }
 """The graphs of GRAPHS that are directed, and that never change when a round uses all peers."""
 
-PREDEFINED_GRAPHS: Mapping[str, int] = {f"matcha{index}": index for index in range(6)}
-"""The base graphs of the MATCHA experiments and their index in `select_graph`: undirected, 8 or 16 ranks."""
+PREDEFINED_GRAPHS: Mapping[str, Callable[[], nx.Graph]] = {
+    **{f"matcha{index}": partial(select_graph, index) for index in range(6)},
+    "petersen": petersen_graph,
+    "dyck": dyck_graph,
+}
+"""Undirected graphs of one size: the base graphs of the MATCHA experiments, of 8 or 16 ranks, and the graphs of
+Petersen (10 ranks) and Dyck (32 ranks), in which each rank has three neighbours."""
 
 TREES: Mapping[str, Callable[[int], GraphManager]] = {
     "chain": ChainGraph,
@@ -94,7 +103,7 @@ def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, in
     (7,)
     """
     if name in PREDEFINED_GRAPHS:
-        graph = NetworkXGraph(select_graph(PREDEFINED_GRAPHS[name]), peers_per_itr=peers_per_itr)
+        graph = NetworkXGraph(PREDEFINED_GRAPHS[name](), peers_per_itr=peers_per_itr)
         if graph.world_size != world_size:
             raise ValueError(
                 f"got graph={name!r} for {world_size} nodes, expected the {graph.world_size} nodes that it has; start "

@@ -122,6 +122,20 @@ def _above(i: int, n: int) -> int:
     return above if above <= n else i - bit
 
 
+def petersen_graph() -> nx.Graph:
+    """The graph of Petersen: 10 ranks with three neighbours each, two hops apart at most."""
+    import networkx as nx
+
+    return nx.petersen_graph()
+
+
+def dyck_graph() -> nx.Graph:
+    """The graph of Dyck: 32 ranks with three neighbours each, five hops apart at most."""
+    import networkx as nx
+
+    return nx.LCF_graph(32, [5, -5, 13, -13], 8)
+
+
 def networkx_graph(graph: GraphManager) -> nx.Graph:
     """The links that an undirected graph ever uses, as a networkx graph with ascending nodes: a base for MATCHA.
 

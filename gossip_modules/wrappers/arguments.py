@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..graph_manager import NetworkXGraph
 from ..graph_manager.base import GraphManager
-from ..graph_manager.named_graphs import GRAPHS, PREDEFINED_GRAPHS, named_graph
+from ..graph_manager.named_graphs import NAMES, named_graph
 from ..mixing_manager.base import MixingManager
 from ..schedule import Schedule
 from ..transport.connect import connect, group_or_world
@@ -39,8 +39,8 @@ def as_graph(graph: GraphLike, world_size: int) -> GraphManager:
     """The graph of `world_size` ranks that is meant.
 
     Args:
-        graph: a graph manager; a class or function of the number of ranks, like `RingGraph`; a name of `GRAPHS`, like
-            "ring"; or a networkx graph.
+        graph: a graph manager; a class or function of the number of ranks, like `RingGraph`; a name of
+            `named_graphs.NAMES`, like "ring"; or a networkx graph.
         world_size: the number of ranks; of nodes, if several processes form one.
     """
     expected = 'a GraphManager, its class (RingGraph), a function n -> graph, a name ("ring") or a networkx graph'
@@ -152,11 +152,10 @@ def check_overlap(overlap: bool | str, max_staleness: int) -> None:
 
 
 def _named_graph(name: str, world_size: int) -> GraphManager:
-    names = [*GRAPHS, *PREDEFINED_GRAPHS]
-    if name not in names:
-        near = difflib.get_close_matches(name.lower().replace("_", "-").removesuffix("graph"), names, n=1)
+    if name not in NAMES:
+        near = difflib.get_close_matches(name.lower().replace("_", "-").removesuffix("graph"), NAMES, n=1)
         guess = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ValueError(f"got graph={name!r}, expected one of {', '.join(names)}; {guess}")
+        raise ValueError(f"got graph={name!r}, expected one of {', '.join(NAMES)}; {guess}")
     return named_graph(name, world_size)
 
 

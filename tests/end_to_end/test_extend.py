@@ -53,6 +53,7 @@ def test_graph() -> None:
     assert lines[0] == "round 0: rank 0 sends to (1,) and receives from (3,)"
     assert lines[3] == "round 3: rank 0 sends to (4,) and receives from (4,)"
     assert 0 < float(lines[4].split()[-1]) <= 1
+    assert lines[5] == "after 8 rounds: 4.5"
 
 
 def test_mixing() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import networkx as nx
 import pytest
 import torch
 
@@ -56,9 +59,9 @@ def test_other_graphs_take_one_peer(name: str) -> None:
     assert named_graph(name, 8).num_peers(0) == 1
 
 
-@pytest.mark.parametrize(("name", "index"), PREDEFINED_GRAPHS.items())
-def test_predefined_graphs_have_their_size(name: str, index: int) -> None:
-    expected = gm.graph_manager.NetworkXGraph(gm.graph_manager.select_graph(index))
+@pytest.mark.parametrize(("name", "make"), PREDEFINED_GRAPHS.items())
+def test_predefined_graphs_have_their_size(name: str, make: Callable[[], nx.Graph]) -> None:
+    expected = gm.graph_manager.NetworkXGraph(make())
     assert repr(named_graph(name, expected.world_size)) == repr(expected)
     with pytest.raises(
         ValueError, match=rf"got graph='{name}' for 7 nodes, expected the {expected.world_size} .*; start"
@@ -133,6 +136,17 @@ def test_a_graph_as_networkx_and_back(name: str) -> None:
 def test_a_directed_graph_is_no_base_for_matchings() -> None:
     with pytest.raises(ValueError, match=r"got RingGraph.*, expected an undirected graph"):
         networkx_graph(gm.RingGraph(8))
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "girth", "diameter"), [("petersen", 10, 5, 2), ("dyck", 32, 6, 5)])
+def test_cubic_graphs_are_those_of_their_names(name: str, num_ranks: int, girth: int, diameter: int) -> None:
+    """Each is the only cubic symmetric graph of its size with this girth and this diameter (the census of Foster)."""
+    links = networkx_graph(named_graph(name, num_ranks))
+    assert {degree for _, degree in links.degree} == {3}
+    assert nx.girth(links) == girth
+    assert nx.diameter(links) == diameter
+    assert nx.is_distance_regular(links) == (name == "petersen")
+    assert default_mixing(named_graph(name, num_ranks), push_sum=False).is_doubly_stochastic
 
 
 def test_trees_have_all_neighbours() -> None:
