@@ -16,6 +16,24 @@ from .tables import buffers_of, is_persistent
 _STATISTIC = re.compile(r"(^|_)(running|moving)_(mean|var|variance|std)$")
 
 
+class MixedBuffers(nn.Module):
+    """A module inside a wrapped one, whose floating-point buffers are all mixed: see [Note: kinds of buffers].
+
+    Attributes:
+        has_wrapper: whether a module with this one in it was wrapped.
+    """
+
+    has_wrapper = False
+
+    def check_training(self) -> None:
+        """Raise ValueError if its buffers have no use in the training that is about to begin."""
+
+
+def mixed_buffers(module: nn.Module) -> list[MixedBuffers]:
+    """Return the `MixedBuffers` in a module."""
+    return [part for part in module.modules() if isinstance(part, MixedBuffers)]
+
+
 @dataclass(frozen=True)
 class Selection:
     """The averaged buffers and the local tensors of a module.
@@ -28,8 +46,7 @@ class Selection:
     | running statistics: `running_` or `moving_` and `mean`,   | averaged   | averaged                      |
     | `var`, `variance` or `std`, of any module                 |            |                               |
     | named by `gossip_buffers=[...]`                           | averaged   | averaged                      |
-    | of a submodule with a true `mixes_buffers`:               | averaged   | averaged                      |
-    | `MixedMomentum`                                           |            |                               |
+    | of `MixedBuffers`, such as `MixedMomentum`                | averaged   | averaged                      |
     | u and v of `spectral_norm`, hook and parametrization      | local      | u, v of the averaged weight   |
     | other persistent ones: masks of `prune`, queues, memory   | local      | the values of rank 0, whole   |
     | banks, counters, codebooks, constants                     |            |                               |
@@ -57,18 +74,27 @@ class Selection:
         object.__setattr__(self, "ignore", _names("ignore", self.ignore, expected))
 
     def check(self, module: nn.Module) -> None:
-        """Raise ValueError if an entry matches no tensor of the module; the error names the nearest names."""
+        """Check the entries against the module that is wrapped, and note that its `MixedBuffers` have a wrapper.
+
+        Raises:
+            ValueError: an entry matches no tensor of the module, with the nearest names; or a buffer of `MixedBuffers`
+                would stay local.
+        """
         floats = [name for name, buffer in _buffers(module) if buffer.is_floating_point()]
         _check_found("ignore", self.ignore, [name for name, _ in _tensors(module)], "parameter or buffer", module)
         if not isinstance(self.gossip_buffers, bool):
             _check_found("gossip_buffers", self.gossip_buffers, floats, "floating-point buffer", module)
+        averaged = self.averaged(module)
         for owner, attribute, name, _ in _owned(module):
-            if getattr(owner, "mixes_buffers", False) and not self.averages(owner, attribute, name):
+            if isinstance(owner, MixedBuffers) and name not in averaged:
+                pattern = f"{name.removesuffix(attribute)}*"
                 raise ValueError(
-                    f"got gossip_buffers={self.gossip_buffers!r} and a {type(owner).__name__}, whose buffer {name!r} "
-                    "it leaves local, expected all of them mixed; leave gossip_buffers out, or add "
-                    f"'{name.removesuffix(attribute)}*' to its list"
+                    f"got gossip_buffers={self.gossip_buffers!r} and ignore={list(self.ignore)} with a "
+                    f"{type(owner).__name__}, whose buffer {name!r} they leave local, expected all of them mixed; take "
+                    f"its names out of ignore, and leave gossip_buffers out or add {pattern!r} to its list"
                 )
+        for part in mixed_buffers(module):
+            part.has_wrapper = True
 
     def ignored(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters and buffers to leave local, by all their names in `module`."""
@@ -86,14 +112,17 @@ class Selection:
 
     @contextlib.contextmanager
     def ignored_by_ddp(self, module: nn.Module) -> Iterator[None]:
-        """Inside, a DistributedDataParallel made of the module leaves out the ignored tensors.
+        """Inside, a DistributedDataParallel made of the module leaves out the ignored tensors, and `MixedBuffers`.
+
+        Averaged gradients make the buffers of `MixedBuffers` equal on all ranks, so no forward has to send them.
 
         `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` would mark the module and its tensors for
         good; after this context the module is as before.
         """
         name = "_ddp_params_and_buffers_to_ignore"
         before = vars(module).get(name)
-        ignored = self.ignored(module)
+        mixed = (name for owner, _, name, _ in _owned(module) if isinstance(owner, MixedBuffers))
+        ignored = [*self.ignored(module), *mixed]
         # DistributedDataParallel looks up parameters of the module itself with a point in front of their names.
         setattr(module, name, [*ignored, *(f".{key}" for key in ignored)])
         try:
@@ -120,7 +149,7 @@ class Selection:
         if not self.gossip_buffers:
             return False
         is_statistic = is_persistent(owner, attribute) and _STATISTIC.search(attribute) is not None
-        return is_statistic or getattr(owner, "mixes_buffers", False)
+        return is_statistic or isinstance(owner, MixedBuffers)
 
     def averaged(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the averaged buffers of `module`, by name."""

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..flat.selection import MixedBuffers
+from ..flat.sharded import meshes_of
+
 MOMENTS = ("exp_avg", "momentum_buffer")
 """The names of the first moment of a parameter in the state of an optimizer: of Adam and its kin, and of SGD."""
 NAME = "mixed_momentum"
@@ -19,7 +22,7 @@ Pairs: TypeAlias = Iterable[tuple[Tensor, Tensor]]
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
 
-class MixedMomentum(nn.Module):
+class MixedMomentum(MixedBuffers):
     """Mixes the first moments of an optimizer in each round of a wrapper, with the weights of the model.
 
     An optimizer on rank i has the moment m_i, with the noise of this rank's batches. A round of W(t) is then
@@ -31,28 +34,31 @@ class MixedMomentum(nn.Module):
     `docs/benchmarks/gap.md` has the measurements.
 
     The moments are buffers of the module, without a place in its `state_dict()`, and wrappers mix them like running
-    statistics: in rounds, in exact averages, and late with `overlap=True`. The state of the optimizer refers to them.
-    Compressed rounds send them exactly.
+    statistics: in rounds, in exact averages, and late with `overlap=True`. The state of the optimizer refers to them,
+    and saves and loads them. Compressed rounds send them exactly. `AllReduceDataParallel` sends none, as averaged
+    gradients keep them equal. With a `Membership` give the optimizer to `track`: a joining worker then has the moments
+    of its donor, and else begins with zeros. An `nn.Sequential` has this object as its last layer, which returns its
+    input.
 
     Yu, Jin, Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex
-    Optimization", ICML 2019, arXiv 1905.03817, mix the momentum of SGD with the model. For Adam it is this library's
-    own.
+    Optimization", ICML 2019, arXiv 1905.03817, prove the linear speedup of momentum SGD whose workers average models
+    and momentum alike. Wang et al., "SlowMo", ICLR 2020, arXiv 1910.00643, Section 4, call it double averaging, and
+    measure it with SGP and ResNet-50 on ImageNet: 75.54 % accuracy, and 75.15 % without it. For Adam, whose second
+    moments stay local, it is this library's own.
 
     Args:
         module: the module to wrap afterwards; mutated: it gets this object as `mixed_momentum`, with a buffer for each
             parameter that is trained.
 
     Raises:
-        ValueError: the module has one already, or nothing to train.
+        ValueError: the module has one already, has nothing to train, or is sharded over processes; (first training
+            forward of the wrapper) `of` was not called.
 
     Example:
         >>> momentum = MixedMomentum(module)  # before the wrapper
         >>> model = GossipDataParallel(module)
         >>> optimizer = momentum.of(GossipAdamW(model.parameters(), lr=1e-3, num_ranks=8))
     """
-
-    mixes_buffers = True
-    """For `Selection`: all buffers of this module are mixed; a wrapper that leaves one local is refused."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -61,8 +67,13 @@ class MixedMomentum(nn.Module):
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError(f"got a {type(module).__name__} without trained parameters, expected some")
+        if meshes_of(module):
+            raise ValueError(
+                f"got a {type(module).__name__} that is sharded over processes (fully_shard, or a plan of DTensors), "
+                "expected a whole model in each process; leave MixedMomentum out"
+            )
         self.names = list(trained)
-        self._trained = list(trained.values())
+        self._trained, self._has_optimizer = list(trained.values()), False
         for name, parameter in trained.items():
             self.register_buffer(buffer_name(name), torch.zeros_like(parameter), persistent=False)
         setattr(module, NAME, self)
@@ -80,14 +91,33 @@ class MixedMomentum(nn.Module):
 
         Raises:
             ValueError: (also in steps) the optimizer trains a parameter that the module did not train when this object
-                was made; (steps) it has no first moment.
+                was made; (steps) it has no first moment, or no wrapper mixes the moments.
         """
 
         def pairs() -> Pairs:
             return zip(self._trained, (self.get_buffer(buffer_name(name)) for name in self.names), strict=True)
 
+        def check_wrapper(*_: Any) -> None:
+            if not self.has_wrapper:
+                raise ValueError(
+                    f"got a step of {type(optimizer).__name__} with a MixedMomentum that no wrapper mixes, expected "
+                    "one of the module inside a wrapper; make MixedMomentum(module) before you wrap the module, or "
+                    "leave it out where no other rank trains"
+                )
+
         keep_moments_in(optimizer, pairs)
+        optimizer.register_step_pre_hook(check_wrapper)
+        self._has_optimizer = True
         return optimizer
+
+    def check_training(self) -> None:
+        """See `MixedBuffers`."""
+        if not self._has_optimizer:
+            raise ValueError(
+                "got a training forward of a module with a MixedMomentum and no optimizer, expected one whose moments "
+                "are mixed; call optimizer = momentum.of(optimizer) before the first training forward, or leave "
+                "MixedMomentum out"
+            )
 
 
 def buffer_name(parameter_name: str) -> str:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..engine.background import close_in_thread
 from ..engine.engine import Engine, IdleEngine
 from ..flat.buffer import FlatBuffer
-from ..flat.selection import Selection
+from ..flat.selection import Selection, mixed_buffers
 from ..flat.sharded import local_of
 from ..flat.transformed import call_plain, is_transformed, not_compiled, refuse_scripting
 from ..flat.vector import FlatVector
@@ -333,6 +333,8 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
             check_outside(self, was_sharded=self._local.buffer.is_sharded)
             node = self._local.node
             check_optimizers(self, self._local.trained[0], equal_ranks=() if node is None else node.equal_ranks)
+            for part in mixed_buffers(self.module):
+                part.check_training()
             self._is_checked = True
 
     # Forwards and changes outside of steady training.

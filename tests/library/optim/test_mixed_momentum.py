@@ -12,19 +12,27 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from gossip_modules import GossipAdamW, MixedMomentum
+from gossip_modules.flat.selection import Selection
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.lab import Compute, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.lab.plan import LabPlan
 from gossip_modules.mixing_manager import UniformMixing
 from tests.harness.ranks import run_ranks
+from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close, member_of
+
+__all__ = ["_no_thread_stays"]
 
 N, STEPS = 4, 6
 
 
-def net() -> nn.Module:
+def plain() -> nn.Sequential:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def net() -> nn.Module:
+    module = plain()
     MixedMomentum(module)
     return module
 
@@ -165,26 +173,248 @@ def test_a_late_round_mixes_the_moments_too() -> None:
     assert float((mixed - mixed.mean(0)).norm() / mixed.norm()) < 0.8
 
 
-def test_training_goes_on_from_a_state_of_the_optimizer() -> None:
-    def trained(num_steps: int, state: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-        module = net()
-        optimizer = momentum_of(module).of(gossip_adamw(module.parameters()))
-        if state is not None:
-            module.load_state_dict(state[0])
-            optimizer.load_state_dict(state[1])
-        for step in range(num_steps):
-            optimizer.zero_grad()
-            loss(module, batch(0, step + 3 * (state is not None))).backward()
-            optimizer.step()
-        return module, optimizer
+# Resuming, copies, and workers that join.
 
-    whole, _ = trained(6)
-    module, optimizer = trained(3)
-    again, loaded = trained(3, copy.deepcopy((module.state_dict(), optimizer.state_dict())))
-    assert "mixed_momentum" not in "".join(module.state_dict())
-    torch.testing.assert_close(_flat(again.parameters()), _flat(whole.parameters()), rtol=0, atol=0)
-    first = next(iter(again.parameters()))
-    assert loaded.state[first]["exp_avg"] is momentum_of(again).get_buffer("0/weight")
+
+@pytest.mark.parametrize("arguments", [{}, {"overlap": True}])
+def test_training_goes_on_from_the_states_of_model_and_optimizer_on_other_ranks(arguments: dict[str, Any]) -> None:
+    """Rank i resumes from the files of rank i + 1, with the batches of that rank, so all models are the same ones."""
+    saved: dict[int, Any] = {}
+
+    def train(group: dist.ProcessGroup, place: int, steps: range) -> tuple[Tensor, Tensor]:
+        module = net()
+        ring = gm.RingGraph(N, peers_per_itr=2)
+        model = gm.GossipDataParallel(module, process_group=group, graph=ring, **arguments)
+        optimizer = momentum_of(module).of(gossip_adamw(model.parameters()))
+        if steps.start:
+            module.load_state_dict(saved[place][0])
+            optimizer.load_state_dict(copy.deepcopy(saved[place][1]))  # torch copies no tensor of it
+        for step in steps:
+            optimizer.zero_grad()
+            loss(model, batch(place, step)).backward()
+            optimizer.step()
+        model.settle()
+        if not steps.start:
+            assert "mixed_momentum" not in "".join(model.state_dict())
+            saved[place] = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+        first = next(iter(module.parameters()))
+        assert optimizer.state[first]["exp_avg"] is momentum_of(module).get_buffer("0/weight")
+        found = _flat(module.parameters()), _flat(optimizer.state[p]["exp_avg"] for p in module.parameters())
+        model.close()
+        return found
+
+    def whole(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        return train(group, group.rank(), range(STEPS))
+
+    def resumed(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        return train(group, (group.rank() + 1) % N, range(STEPS, 2 * STEPS))
+
+    start = run_ranks(N, whole)
+    again = run_ranks(N, resumed)
+    assert not any(torch.equal(x, y) for (x, _), (y, _) in zip(start, again, strict=True))
+    rotated = run_ranks(N, lambda group: train(group, group.rank(), range(STEPS, 2 * STEPS)))
+    for place, (x, m) in enumerate(rotated):
+        torch.testing.assert_close(x, again[place - 1][0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(m, again[place - 1][1], rtol=0, atol=1e-12)
+
+
+def test_a_checkpoint_of_a_wrapper_has_the_moments() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        def make() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+            module = net()
+            model = gm.GossipDataParallel(module, process_group=group)
+            return module, model, momentum_of(module).of(gossip_adamw(model.parameters()))
+
+        def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+            optimizer.zero_grad()
+            loss(model, batch(group.rank(), step)).backward()
+            optimizer.step()
+
+        module, model, optimizer = make()
+        for step in range(3):
+            train(model, optimizer, step)
+        state = model.checkpoint(optimizer).state_dict()
+        other, again, resumed = make()
+        again.checkpoint(resumed).load_state_dict(state)
+        assert torch.equal(_flat(momentum_of(other).buffers()), _flat(momentum_of(module).buffers()))
+        for step in range(3, 6):
+            train(model, optimizer, step)
+            train(again, resumed, step)
+        assert torch.equal(_flat(other.parameters()), _flat(module.parameters()))
+        assert torch.equal(_flat(momentum_of(other).buffers()), _flat(momentum_of(module).buffers()))
+        model.close()
+        again.close()
+
+    run_ranks(2, body)
+
+
+def test_copies_have_moments_of_their_own() -> None:
+    """A copy of the wrapper, and an average of its models for evaluation."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = net()
+        model = gm.GossipDataParallel(module, process_group=group)
+        optimizer = momentum_of(module).of(gossip_adamw(model.parameters()))
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=False)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, batch(group.rank(), step)).backward()
+            optimizer.step()
+            average.update_parameters(model)
+        twin = copy.deepcopy(model)
+        moments = _flat(momentum_of(module).buffers())
+        assert torch.equal(_flat(momentum_of(twin.module).buffers()), moments)
+        own = {p.data_ptr() for p in twin.module.parameters()}
+        assert {p.data_ptr() for p in momentum_of(twin.module)._trained} == own
+        own_optimizer = momentum_of(twin.module).of(gossip_adamw(twin.parameters()))
+        loss(twin.module, batch(0, 0)).backward()
+        own_optimizer.step()
+        assert torch.equal(_flat(momentum_of(module).buffers()), moments)
+        assert not torch.equal(_flat(momentum_of(twin.module).buffers()), moments)
+        average(batch(0, 0))
+        model.close()
+        twin.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}])
+def test_a_joining_worker_has_the_moments_of_its_donor(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[Tensor]] = []
+    entries: list[tuple[Tensor, int]] = []
+
+    def train(worker: Worker) -> None:
+        member = worker.membership = member_of(worker.job.store, min_workers=1)
+        momentum = MixedMomentum(worker.model)
+        wrapper = worker.wrapper = gm.GossipDataParallel(worker.model, membership=member, **worker.job.options)
+        optimizer = momentum.of(gossip_adamw(wrapper.parameters()))
+        member.track(optimizer=optimizer)
+        own: list[Tensor] = []
+        given.append(own)
+        for step in member.steps(1 << 30):
+            if worker.first < 0:
+                worker.first = step
+                if step:
+                    state = optimizer.state[next(iter(worker.model.parameters()))]
+                    assert state["exp_avg"] is next(momentum.buffers())
+                    entries.append((_moments(momentum), state["step"]))
+            with worker.job.lock:
+                if step >= worker.job.last:
+                    break
+                worker.step = step + 1
+            optimizer.zero_grad()
+            wrapper(torch.randn(4, 4)).pow(2).mean().backward()
+            optimizer.step()
+            wrapper.flush()
+            own.append(_moments(momentum))
+            worker.members = member.members
+        wrapper.flush()
+
+    monkeypatch.setattr(Worker, "train", train)
+    job = Job(dist.HashStore(), min_workers=1, **options)
+    workers = job.start(1)
+    job.until_live(workers)
+    workers += job.start(1, seed=1)
+    job.until_live(workers)
+    job.end()
+    ((moments, steps),) = entries
+    assert float(moments.norm()) > 0
+    assert any(torch.equal(moments, each) for each in given[0])
+    assert steps == workers[1].first
+    close(workers)
+
+
+def _moments(momentum: MixedMomentum) -> Tensor:
+    """The moments, but for a bias of one element, which is sent again at entry as counts are."""
+    return _flat(x for x in momentum.buffers() if x.numel() > 1)
+
+
+# Mistakes.
+
+
+WRAPPERS: dict[str, Any] = {
+    "GossipDataParallel": lambda module, group: gm.GossipDataParallel(module, process_group=group),
+    "gossip": lambda module, group: gm.gossip(module, process_group=group),
+    "BilatGossipDataParallel": lambda module, group: gm.BilatGossipDataParallel(module, process_group=group),
+    "GroupAverageDataParallel": lambda module, group: gm.GroupAverageDataParallel(module, process_group=group),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_module_whose_optimizer_was_not_given_is_refused(name: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = net()
+        model = WRAPPERS[name](module, group)
+        with torch.no_grad():
+            model(batch(0, 0))  # an evaluation
+        with pytest.raises(ValueError, match="with a MixedMomentum and no optimizer"):
+            model(batch(0, 0))
+        momentum_of(module).of(gossip_adamw(model.parameters()))
+        model(batch(0, 0))
+        model.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, ""])
+def test_a_momentum_that_no_wrapper_mixes_is_refused(name: str) -> None:
+    """Made of the wrapper, of the module after the wrapper, or without a wrapper."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        for of_wrapper in (False, True):
+            module = nn.Linear(5, 3).double()
+            model: Any = WRAPPERS[name](module, group) if name else module
+            optimizer = MixedMomentum(model if of_wrapper else module).of(gossip_adamw(module.parameters()))
+            before = _flat(module.parameters())
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            with pytest.raises(ValueError, match=r"no wrapper mixes, expected .* before you wrap the module"):
+                optimizer.step()
+            assert torch.equal(_flat(module.parameters()), before)
+            if name:
+                model.close()
+
+    run_ranks(2, body)
+
+
+def test_all_reduce_keeps_the_moments_equal_and_sends_none() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        module = net() if has_momentum else plain()
+        model = gm.AllReduceDataParallel(module, process_group=group)
+        optimizer: torch.optim.Optimizer = adamw(model.parameters())
+        if has_momentum:
+            momentum_of(module).of(optimizer)
+            assert {f"mixed_momentum.{name}" for name, _ in momentum_of(module).named_buffers()} <= {
+                name.removeprefix(".") for name in model.parameters_to_ignore
+            }
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, batch(group.rank(), step)).backward()
+            optimizer.step()
+        model.close()
+        return _flat(module.parameters()), _flat(optimizer.state[p]["exp_avg"] for p in module.parameters())
+
+    has_momentum = True
+    (x, m), (y, other) = run_ranks(2, body)
+    assert torch.equal(m, other)
+    has_momentum = False
+    assert torch.equal(x, run_ranks(2, body)[0][0])
+    assert torch.equal(x, y)
+
+
+def test_a_sharded_module_is_refused() -> None:
+    module = plain()
+    module[0].weight = nn.Parameter(Sharded(torch.zeros(7, 5)))
+    with pytest.raises(ValueError, match="got a Sequential that is sharded over processes"):
+        MixedMomentum(module)
+
+
+class Sharded(Tensor):
+    """A tensor with the attributes of a DTensor by which the library knows one."""
+
+    placements, device_mesh, _local_tensor = (), None, None
 
 
 def test_parameters_without_a_buffer_are_refused() -> None:
@@ -201,6 +431,7 @@ def test_an_optimizer_without_a_first_moment_is_refused() -> None:
 
 def test_a_cast_after_it_is_refused() -> None:
     module = net().float()
+    Selection().check(module)
     momentum_of(module).double()
     optimizer = momentum_of(module).of(gossip_adamw(module.parameters()))
     loss(module, batch(0, 0).float()).backward()
@@ -208,11 +439,11 @@ def test_a_cast_after_it_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("gossip_buffers", [False, []])
-def test_a_wrapper_that_leaves_its_buffers_local_is_refused(gossip_buffers: Any) -> None:
+@pytest.mark.parametrize("options", [{"gossip_buffers": False}, {"gossip_buffers": []}, {"ignore": ["*0/weight"]}])
+def test_a_wrapper_that_leaves_its_buffers_local_is_refused(options: Any) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        with pytest.raises(ValueError, match=r"and a MixedMomentum, .* add 'mixed_momentum\.\*' to its list"):
-            gm.GossipDataParallel(net(), process_group=group, gossip_buffers=gossip_buffers)
+        with pytest.raises(ValueError, match=r"with a MixedMomentum, .* add 'mixed_momentum\.\*' to its list"):
+            gm.GossipDataParallel(net(), process_group=group, **options)
         gm.GossipDataParallel(net(), process_group=group, gossip_buffers=["mixed_momentum.*"]).close()
 
     run_ranks(2, body)
