@@ -18,7 +18,7 @@ from .rounds.messages import Received as Received
 from .rounds.mixer import GlobalAverage, Mixer
 from .rounds.push_pull import PushPull
 from .rounds.requests import Average, Exchange, Gather, Mix, Round, RoundLost, SGDStep, Share, Vectors
-from .rounds.vector import Vector
+from .rounds.vector import Vector, tensors_of
 from .schedule import Times
 from .transport.base import Transport
 from .transport.process_group import ProcessGroupTransport
@@ -61,4 +61,5 @@ __all__ = [
     "Transport",
     "Vector",
     "Vectors",
+    "tensors_of",
 ]

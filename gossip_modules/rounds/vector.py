@@ -217,11 +217,19 @@ class SentVector(Vector):
 
 
 def tensors_of(x: Vector, like: Vector) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield each tensor of the model in a vector: its name and shape, and a view of its elements, [numel].
+    """Yield each tensor of the model in a vector: its `name` and `shape`, and a view of its elements, [numel].
 
     Args:
         x: the model or a vector of `m.scratch`, whose layout has the tensors.
-        like: a vector with the same parameters.
+        like: a vector with the same parameters, such as `Vector(message.fields)` of a message with a whole model.
+
+    Example:
+        >>> from gossip_modules.extend import FlatVector
+        >>> from gossip_modules.flat.layout import FlatLayout, TensorSpec
+        >>> layout = FlatLayout.of([(torch.float32, [TensorSpec((2, 2), name="weight")])])
+        >>> x = Vector.of(FlatVector.zeros(layout, torch.device("cpu")))
+        >>> {spec.name: part.view(spec.shape).tolist() for spec, part in tensors_of(x, x)}
+        {'weight': [[0.0, 0.0], [0.0, 0.0]]}
     """
     for segment, part in zip(x.layout.segments, like.parts, strict=True):
         for first, spec in segment.places():
