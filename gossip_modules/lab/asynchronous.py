@@ -28,7 +28,7 @@ class OwnPace(StepClock):
         published: the models that peers see, [n, d].
     """
 
-    momentum = None
+    momentum, overlap = None, False
 
     def __init__(self, compute: Compute, links: WorkerLinks, message: MessageCost) -> None:
         super().__init__(compute, links, message)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..rounds.rows import Array, Flags, Indices, Rows
+from ..rounds.stacked import Answered
 
 TCP_SHARE = 0.957
 """The share of the line rate that TCP/IP headers leave, for Ethernet frames of 1,500 bytes."""
@@ -306,8 +307,8 @@ class WorkerLinks:
         return (self.num_ranks - 1) * (max(wire, processor) + self.latency_s)
 
 
-Exchanges: TypeAlias = Sequence[Rows | None]
-"""The communication of a step, one after another: rounds of gossip by the rows of W(t), and exact averages (None)."""
+Exchanges: TypeAlias = Sequence[Answered]
+"""The communication of a step, one after another: rounds of gossip by the rows of W(t), and exact averages."""
 
 
 class StepClock:
@@ -320,7 +321,8 @@ class StepClock:
     Args:
         compute: the duration of steps.
         links: the workers and their links.
-        message: the message from a worker to a peer in one phase of a round.
+        message: the message from a worker to a peer in one phase of a round, with the buffers that are mixed.
+        buffer_bytes: the size of these buffers, which travel once in a round.
         model_bytes: the size of the vector that exact averages and copies are of; None: the size of the message.
         average: an average over all workers: the bytes that each sends, and its time; None: the all-reduce of a model.
 
@@ -342,12 +344,13 @@ class StepClock:
         links: WorkerLinks,
         message: MessageCost,
         *,
+        buffer_bytes: float = 0.0,
         model_bytes: float | None = None,
         average: MessageCost | None = None,
     ) -> None:
         self.compute, self.links, self.message = compute, links, message
         n, size = links.num_ranks, message.num_bytes if model_bytes is None else model_bytes
-        self.model_bytes = size
+        self.model_bytes, self.buffer_bytes = size, buffer_bytes
         self.average = average or MessageCost(2 * (n - 1) / n * size, links.all_reduce_seconds(size))
         self.starts, self.waited_seconds = np.zeros(n), np.zeros(n)
         self.sent_bytes = 0.0
@@ -376,14 +379,16 @@ class StepClock:
 
     def _exchanged(self, since: Array, exchanges: Exchanges) -> Array:
         """Return the time at which each worker has the result of all exchanges, if it takes part since then."""
-        for rows in exchanges:
+        for rows, _, has_buffers, _ in exchanges:
             if rows is None:
                 since = np.full(len(since), since.max() + self.average.encode_seconds)
                 self.sent_bytes += self.average.num_bytes
             else:
-                begun = rows.latest(since + self.message.encode_seconds)
-                since = begun + self.links.exchange_seconds(rows, self.message)
-                self.sent_bytes += rows.mean_out_degree * self.message.num_bytes
+                num_bytes = self.message.num_bytes - (0.0 if has_buffers else self.buffer_bytes)
+                message = self.message._replace(num_bytes=num_bytes)
+                begun = rows.latest(since + message.encode_seconds)
+                since = begun + self.links.exchange_seconds(rows, message)
+                self.sent_bytes += rows.mean_out_degree * num_bytes
         return since
 
 

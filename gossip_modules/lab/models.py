@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..flat.selection import Selection, mixed_buffers
 from ..flat.slots import Slot, in_order
 from ..optim.mixed_momentum import MixedMomentum, buffer_name, keep_moments_in
 from ..rounds.requests import SGDStep
@@ -104,6 +105,7 @@ class Models:
         names, shapes, dtypes: of the trained parameters.
         learns: whether there is an optimizer.
         buffers: the buffers of the models by name, [n, ...].
+        mixed: the names of the buffers that rounds mix: running statistics, and the moments of a `MixedMomentum`.
         by: the way that is taken; "" before the first step, unless a way was asked for.
         losses: the losses of the last step of each worker, [n].
 
@@ -127,6 +129,8 @@ class Models:
         start = torch.cat([p.flatten().to(wide) for p in trained.values()])
         self.x = start.repeat(num_workers, 1)
         self.buffers = {name: torch.stack([b.detach()] * num_workers) for name, b in self.module.named_buffers()}
+        self.mixed = list(Selection().averaged(self.module))
+        self._late: dict[str, tuple[Tensor, Tensor]] = {}  # of buffers in flight: the weight of the own ones, the rest
         self.losses = start.new_full((num_workers,), float("nan"))
         self._is_used: list[bool] = []  # of the parameters, from the first step on if steps are compiled
         task.start(self.x)
@@ -188,6 +192,16 @@ class Models:
         return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
+    def buffer_bytes(self) -> int:
+        """The bytes of the mixed buffers of one worker."""
+        return sum(self.buffers[name][0].nbytes for name in self.mixed)
+
+    @property
+    def has_mixed_momentum(self) -> bool:
+        """Whether the model has a `MixedMomentum`."""
+        return bool(mixed_buffers(self.module))
+
+    @property
     def sgd(self) -> SGDStep | None:
         """The rates of the last step; None: there is no optimizer."""
         if not self.optimizers:
@@ -222,14 +236,30 @@ class Models:
                 if isinstance(rows, Tensor) and rows.dim():
                     rows[worker] = rows[donor]
 
-    def mix_buffers(self, exchanges: Exchanges, workers: Indices) -> None:
-        """Mix the floating-point buffers of these workers as the models were mixed."""
+    def mix_buffers(self, exchanges: Exchanges, workers: Indices, *, is_late: bool = False) -> None:
+        """Mix the buffers of these workers in the rounds of their models.
+
+        Args:
+            exchanges: the communication of a step.
+            workers: the rows that take part, int64.
+            is_late: whether it takes effect at the next call: see [Note: late buffers] of `Overlap`.
+        """
+        late, self._late = self._late, {}
+        if len(workers) < 2 or not (exchanges or late):
+            return
         chosen = torch.from_numpy(workers)
-        for buffer in self.buffers.values() if len(workers) > 1 else ():
-            for rows in exchanges if buffer.is_floating_point() else ():
-                own = buffer[chosen].flatten(1)
-                mixed = own.mean(0).expand_as(own) if rows is None else rows.mix(own)
-                buffer[chosen] = mixed.view(-1, *buffer.shape[1:])
+        for name in self.mixed:
+            buffer = self.buffers[name]
+            own = buffer[chosen].flatten(1)
+            if name in late:
+                kept, rest = late[name]
+                own = kept * own + rest
+            mixed, kept = own, own.new_ones((len(own), 1))
+            for each in exchanges:
+                mixed, kept = each.mix_buffers(mixed, kept)
+            if is_late and exchanges:
+                self._late[name], mixed = (kept, mixed - kept * own), own
+            buffer[chosen] = mixed.view(-1, *buffer.shape[1:])
 
     def step(self, z: Tensor, k: int, workers: Indices, *, averages: bool = False) -> None:
         """Take the optimizer step k of some workers.

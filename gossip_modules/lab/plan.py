@@ -32,6 +32,7 @@ from ..mixing_manager.graph_weights import default_mixing
 from ..mixing_manager.momentum_rates import MomentumRates
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm
+from ..rounds.optimizer_watch import check_momentum
 from ..rounds.periodic import Periodic
 from ..rounds.rows import Indices, StackedMixing
 from ..rounds.stacked import Stacked
@@ -281,7 +282,21 @@ class LabPlan:
             )
         run = PlanRun(replace(self.resolved(len(workers)), chosen=chosen), setting, models, workers)
         make: Callable[[PlanRun], Running] | None = self.method.simulate or _RUNS.get(self.method.name)
-        return PlanRun.rounds(run) if make is None else make(run)
+        running = PlanRun.rounds(run) if make is None else make(run)
+        if models.has_mixed_momentum:
+            self._check_mixed_momentum(running.driver, models)
+        return running
+
+    def _check_mixed_momentum(self, driver: Stacked | OwnPace, models: Models) -> None:
+        """Raise ValueError where the Lab does not mix buffers as ranks do."""
+        if isinstance(driver, Stacked):
+            check_momentum(driver.algorithm, models.module)
+            if not (driver.fragments or isinstance(driver.algorithm.parts[-1], RelaySGD)):
+                return
+        raise ValueError(
+            f"got a model with a MixedMomentum and {self.method.title} in the Lab, expected a method whose workers "
+            "step together, without fragments, a delay or trees; take SGP, Overlap SGP or LocalSGD, or leave it out"
+        )
 
 
 class PlanRun:
@@ -299,7 +314,8 @@ class PlanRun:
         self.made, self.num_ranks = plan.chosen.made, len(workers)
         self.links = WorkerLinks(setting.network, workers)
         self.model_bytes = float(4 * setting.num_parameters if setting.num_parameters else models.num_bytes)
-        self.cluster = setting.compute, self.links, self.links.plain_message(self.model_bytes)
+        self.buffer_bytes = self.model_bytes * models.buffer_bytes / models.num_bytes
+        self.cluster = setting.compute, self.links, self.links.plain_message(self.model_bytes + self.buffer_bytes)
 
     def graph(self, *, is_undirected: bool = False, is_static: bool = False) -> GraphManager:
         """Return the graph of the plan.
@@ -333,14 +349,17 @@ class PlanRun:
         algorithm.check_schedule(schedule)
         outer, sender = algorithm.parts[0], algorithm.parts[-1]
         share = 1 / getattr(outer, "num_fragments", 1)
-        size, message = share * self.model_bytes, self.message_of(algorithm, mixing, share)
+        size, buffers = share * self.model_bytes, share * self.buffer_bytes
+        message = self.message_of(algorithm, mixing, share)
+        message = message._replace(num_bytes=message.num_bytes + buffers)
         if outer.averages_exactly and vars(sender).get("compressor") is not None:
             others = self.num_ranks - 1  # each worker adds up the messages of all by itself
             coding = message.encode_seconds + others * message.decode_seconds
             seconds = coding + self.links.gather_seconds(message.num_bytes)
             average = MessageCost(others * message.num_bytes, seconds)
         else:
-            average = MessageCost(2 * (1 - 1 / self.num_ranks) * size, self.links.all_reduce_seconds(size))
+            sent = size + buffers
+            average = MessageCost(2 * (1 - 1 / self.num_ranks) * sent, self.links.all_reduce_seconds(sent))
         step = _OUTER_PASSES * self.links.memory_seconds(size) if isinstance(outer, OuterMethod) else 0.0
         late: Callable[..., StepClock] = OverlapClock if overlap else StepClock
         if delay := getattr(outer, "delay", 0):
@@ -348,7 +367,8 @@ class PlanRun:
         else:
             average = average._replace(encode_seconds=average.encode_seconds + step)
             message = message._replace(encode_seconds=message.encode_seconds + step)
-        clock = late(self.setting.compute, self.links, message, model_bytes=size, average=average)
+        sizes = {"buffer_bytes": buffers, "model_bytes": size, "average": average}
+        clock = late(self.setting.compute, self.links, message, **sizes)
         return Running(driver, clock, schedule)
 
     def weights(self, algorithm: Algorithm) -> MixingManager | None:
@@ -401,11 +421,12 @@ class PlanRun:
         else:
             mixing = default_mixing(self.graph(), push_sum=arguments["push_sum"])
         compute, links, message = self.cluster
+        size = self.model_bytes + self.buffer_bytes
         if plan.wire_dtype is not None:
-            code = Cast(plan.wire_dtype)
-            encode, decode = (passes * links.memory_seconds(self.model_bytes) for passes in CODE_PASSES[Cast])
-            message = MessageCost(float(code.num_bytes(int(self.model_bytes / 4), torch.float32)), encode, decode)
-        clock = (OverlapClock if overlap else StepClock)(compute, links, message, model_bytes=self.model_bytes)
+            code, dtype = Cast(plan.wire_dtype), torch.float32 if self.setting.num_parameters else self.models.x.dtype
+            encode, decode = (passes * links.memory_seconds(size) for passes in CODE_PASSES[Cast])
+            message = MessageCost(float(code.num_bytes(int(size / dtype.itemsize), dtype)), encode, decode)
+        clock = (OverlapClock if overlap else StepClock)(compute, links, message, model_bytes=size)
         driver = Stacked(DPSGD(), mixing, overlap=overlap, wire_dtype=plan.wire_dtype)
         return Running(driver, clock, plan.schedule)
 

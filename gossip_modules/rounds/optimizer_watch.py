@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..flat.buffer import FlatBuffer
+from ..flat.selection import mixed_buffers
 from ..flat.vector import FlatVector
 from ..loop.hooks import StepListener, existing_optimizers, is_left_out
 from ..state import State, branch, leaf, transient
@@ -26,6 +27,9 @@ class OptimizerWatch(StepListener, State):
         algorithm: the algorithm, with `needs_sgd`, `follows_rate` and `needs_inner_rate`.
         buffer: the buffer with the parameters of the model.
 
+    Raises:
+        ValueError: see `check_momentum`.
+
     Attributes:
         inner_rate: the result of `Algorithm.inner_rate` after the last step; None: no torch optimizer has stepped. A
             round runs in the forward after the optimizer step. At that time a scheduler has already set the rate of the
@@ -40,6 +44,7 @@ class OptimizerWatch(StepListener, State):
 
     def __init__(self, algorithm: Algorithm, buffer: FlatBuffer) -> None:
         super().__init__(buffer)
+        check_momentum(algorithm, buffer.module)
         self._algorithm = algorithm
         self._momentum = SGDMomentum(buffer, algorithm.parts[0]) if algorithm.needs_sgd else None
         self._rates = StepRates(buffer) if algorithm.follows_rate else None
@@ -81,6 +86,15 @@ class OptimizerWatch(StepListener, State):
         """Write the momentum of a memory into the optimizer, if there is one."""
         if self._momentum is not None:
             self._momentum.write(memory.parts_of("momentum"))
+
+
+def check_momentum(algorithm: Algorithm, module: nn.Module) -> None:
+    """Raise ValueError if rounds compute the momentum of the optimizer, and the module is to have it mixed, too."""
+    if algorithm.needs_sgd and (found := mixed_buffers(module)):
+        raise ValueError(
+            f"got {algorithm} with a {type(found[0]).__name__}, expected none: its rounds compute the momentum of SGD "
+            "for each rank; leave it out, or take another algorithm"
+        )
 
 
 class StepRates(State):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -98,10 +98,19 @@ class StackedMixing:
         self.mixing, self.graph = mixing, mixing.graph
         self._ranks = np.arange(self.graph.world_size, dtype=np.int64)
         self._made = lru_cache(_MAX_ROUNDS)(self._make)
+        self._made_of_buffers = lru_cache(_MAX_ROUNDS)(lambda t: self._by_rank(mixing.buffer_weights, t))
+        self._has_buffer_weights = type(mixing).buffer_weights is not MixingManager.buffer_weights
 
     def round(self, t: int) -> Rows:
         """Return the rows of W(t)."""
-        return self._made(t % self.mixing.period if self.mixing.period else self.graph.canonical_round(t))
+        return self._made(self._canonical(t))
+
+    def buffer_round(self, t: int) -> Rows | None:
+        """Return the rows of `buffer_weights`; None: they are those of W(t)."""
+        return self._made_of_buffers(self._canonical(t)) if self._has_buffer_weights else None
+
+    def _canonical(self, t: int) -> int:
+        return t % self.mixing.period if self.mixing.period else self.graph.canonical_round(t)
 
     def _make(self, t: int) -> Rows:
         if isinstance(self.graph, ActivatedGraph) and isinstance(self.mixing, LaplacianMixing):
@@ -110,7 +119,10 @@ class StackedMixing:
             peers = shifted_peers(self.graph, t)
             weight = 1 / (1 + peers.shape[1])
             return Rows.of(np.full(len(peers), 1 - weight * peers.shape[1]), peers, np.full(peers.shape, weight))
-        rows = [self.mixing.weights(rank, t) for rank in range(self.graph.world_size)]
+        return self._by_rank(self.mixing.weights, t)
+
+    def _by_rank(self, weights_of: Callable[[int, int], MixingWeights], t: int) -> Rows:
+        rows = [weights_of(rank, t) for rank in range(self.graph.world_size)]
         most = max(len(row.inp) for row in rows)
         peers, weights = np.repeat(self._ranks[:, None], most, axis=1), np.zeros((len(rows), most))
         for rank, row in enumerate(rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,42 @@ from .flights import Flight, Flights
 from .memory import Memory
 from .periodic import Periodic
 from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors, next_request
-from .rows import RowMail, Rows, StackedMail, StackedMixing, arrived
+from .rows import RowMail, Rows, StackedMail, StackedMixing, arrived, column
 from .vector import SentVector, Vector
 
 HEADER_BYTES = 8
 """The size of the header that is sent ahead of a message, see `Header`."""
-Answered: TypeAlias = Rows | None
-"""The communication that answered a request: the rows of W(t), or None for all ranks."""
+
+
+class Answered(NamedTuple):
+    """The communication that answered a request.
+
+    Attributes:
+        rows: the rows of W(t); None: all ranks.
+        buffer_rows: the rows of W(t) for buffers; None: as `rows`.
+        has_buffers: whether the buffers of the models travel along.
+        wire: rounds the buffers that are sent by rows; None: no rounding.
+    """
+
+    rows: Rows | None
+    buffer_rows: Rows | None = None
+    has_buffers: bool = True
+    wire: Cast | None = None
+
+    def mix_buffers(self, b: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Return buffers after this communication, and the weights of each rank for its own ones.
+
+        Args:
+            b: the buffers before it, [n, m].
+            kept: the weights so far, [n, 1].
+        """
+        if not self.has_buffers:
+            return b, kept
+        if self.rows is None:
+            return b.mean(0).expand_as(b), kept / len(b)
+        rows = self.buffer_rows or self.rows
+        sent = b if self.wire is None or b.element_size() <= 2 else self.wire.decompressed(b)
+        return rows.mix(b) if sent is b else b + rows.mix(sent).sub_(sent), kept * column(rows.own, b)
 
 
 class StackedRound(NamedTuple):
@@ -104,6 +133,7 @@ class Stacked:
             self._mails = [StackedMail(self.mixing, self.num_ranks)]
         self.memories = [Memory(repr(mixing)) for _ in self._mails]
         self._answered: list[Answered] = []
+        self._has_sent_buffers = False  # with a message of the present round
         self._has_begun = False
         self._flights: Flights[Flight] = Flights()
         self._correction: tuple[Tensor, Tensor | None] | None = None  # of the overlapped round, for models and weights
@@ -312,7 +342,7 @@ class Stacked:
         return [type(x).of(FlatVector(layout, row.view(torch.uint8))) for row in rows]
 
     def _vectors(self, x: Vector, sgd: SGDStep | None) -> list[Vectors]:
-        found, n = [], self.num_ranks
+        found, n, self._has_sent_buffers = [], self.num_ranks, False
         rate = sgd.lr if sgd is not None and self.algorithm.needs_inner_rate else None
         for model, memory, mail in zip(self._models(x), self.memories, self._mails, strict=True):
             memory.fit(model, who=self.algorithm)
@@ -329,6 +359,7 @@ class Stacked:
                 if isinstance(requests[0], Average) and requests[0].numbers:
                     return [self._numbers_of(requests)] * len(requests)
             case [Inner()]:
+                self._has_sent_buffers = False
                 self._go_on([request.round for request in requests], v, [None] * len(requests))
             case [Share()]:
                 messages = [request.message for request in requests]
@@ -374,6 +405,11 @@ class Stacked:
         assert self.mixing is not None, f"{self.algorithm} asks for peers, but there is no graph"
         return self.mixing.round(self.t)
 
+    @property
+    def _buffer_rows(self) -> Rows | None:
+        """The rows of W(t) for buffers in this round, if they are others."""
+        return None if self.mixing is None else self.mixing.buffer_round(self.t)
+
     def mix(self, x: Vector, *, is_model: bool = False) -> None:
         """Answer `Mix`.
 
@@ -396,7 +432,7 @@ class Stacked:
         _mark(x)
         if is_model and self.weights is not None:
             self.weights = rows.mix(self.weights)
-        self._answered.append(rows)
+        self._answered.append(Answered(rows, self._buffer_rows, wire=self._wire))
         self.sent_bytes += rows.mean_out_degree * num_bytes
 
     def average(self, x: Vector, *, is_model: bool = False) -> None:
@@ -413,17 +449,18 @@ class Stacked:
         _mark(x)
         if is_model and self.weights is not None:
             self.weights = self.weights.mean(0).expand_as(self.weights).clone()
-        self._answered.append(None)
+        self._answered.append(Answered(None))
 
     def count_message(self, num_bytes: float) -> None:
         """Count a message of each rank to each of its peers, of so many bytes on average."""
-        self._answered.append(self.rows)
+        self._answered.append(Answered(self.rows, self._buffer_rows, has_buffers=not self._has_sent_buffers))
+        self._has_sent_buffers = True
         header = HEADER_BYTES if self.algorithm.checks_messages else 0
         self.sent_bytes += self.rows.mean_out_degree * (num_bytes + header)
 
     def count_gather(self, num_bytes: int) -> None:
         """Count a message of each rank to all other ranks, of so many bytes."""
-        self._answered.append(None)
+        self._answered.append(Answered(None))
         self.sent_bytes += (self.num_ranks - 1) * num_bytes
 
 

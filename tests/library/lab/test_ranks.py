@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import GroupAverageDataParallel
+from gossip_modules import GroupAverageDataParallel, MixedMomentum
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.methods import METHODS, wrapping
@@ -57,17 +57,27 @@ def chosen(name: str) -> Chosen:
     return replace(found, made=replace(found.made, **{period: PERIOD})) if period else found
 
 
-def by_ranks(name: str, own: LabTask, start: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """The models [n, d] of ranks in threads, which train by the recipe."""
+class Trained(NamedTuple):
+    """The models and the first moments of all ranks, [n, d], and the mean of the bytes that a rank has sent."""
+
+    x: Tensor
+    moments: Tensor
+    sent_bytes: float
+
+
+def by_ranks(
+    name: str, own: LabTask, start: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Trained:
+    """Train ranks in threads by the recipe, with these options of the wrapper."""
     this = threading.local()
 
     def in_group(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda module, **arguments: wrapper(module, process_group=this.group, **arguments)
+        return lambda module, **arguments: wrapper(module, process_group=this.group, **{**arguments, **options})
 
     for wrapper in ("AllReduceDataParallel", "GossipDataParallel"):
         monkeypatch.setattr(wrapping, wrapper, in_group(getattr(wrapping, wrapper)))
 
-    def body(group: dist.ProcessGroup) -> Tensor:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, float]:
         this.group = group
         module = own.model()
         module.load_state_dict(start)
@@ -76,16 +86,27 @@ def by_ranks(name: str, own: LabTask, start: dict[str, Tensor], monkeypatch: pyt
         model: Any = found.method.wrap(module, found, WrapperOptions(), context)
         assert own.optimizer is not None
         optimizer = own.optimizer(list(model.parameters()))
+        for momentum in momenta_of(module):
+            momentum.of(optimizer)
+        before = model.comm_stats()["bytes_sent"]
         for step in range(STEPS):
             optimizer.zero_grad()
             own.loss(model, own.batch(group.rank(), step, 0)).backward()
             optimizer.step()
         model(own.batch(group.rank(), STEPS, 0))
-        getattr(model, "settle", lambda: None)()
-        getattr(model, "close", lambda: None)()
-        return torch.cat([p.detach().flatten() for p in module.parameters()])
+        model.settle()
+        sent = model.comm_stats()["bytes_sent"] - before
+        model.close()
+        moments = [x.flatten() for momentum in momenta_of(module) for x in momentum.buffers()]
+        none = torch.empty(0, dtype=torch.float64)
+        return torch.cat([p.detach().flatten() for p in module.parameters()]), torch.cat([none, *moments]), sent
 
-    return torch.stack(run_ranks(N, body))
+    x, moments, sent = zip(*run_ranks(N, body), strict=True)
+    return Trained(torch.stack(x), torch.stack(moments), sum(sent) / N)
+
+
+def momenta_of(module: nn.Module) -> list[MixedMomentum]:
+    return [part for part in module.modules() if isinstance(part, MixedMomentum)]
 
 
 @pytest.mark.parametrize("name", LOCKSTEP)
@@ -103,7 +124,67 @@ def test_a_method_trains_as_by_ranks(name: str, monkeypatch: pytest.MonkeyPatch)
     assert float((z - moved).norm(dim=1).min()) > 0.01, "nothing was learnt"
     names = [n.removeprefix("model.") for n in training.models.names]
     assert names == list(begin), "the order of the flat vector"
-    torch.testing.assert_close(z, by_ranks(name, own, begin, monkeypatch), rtol=0, atol=1e-6)
+    torch.testing.assert_close(z, by_ranks(name, own, begin, monkeypatch).x, rtol=0, atol=1e-6)
+
+
+# Mixed moments.
+
+
+def with_moments() -> nn.Module:
+    module = Net().double()
+    MixedMomentum(module)
+    return module
+
+
+REFUSED = {
+    **dict.fromkeys(("qgdsgdm", "decentlam"), "its rounds compute the momentum of SGD"),
+    **dict.fromkeys(("streamingdiloco", "eagerdiloco", "relaysgd"), "without fragments, a delay or trees"),
+    **dict.fromkeys(sorted(set(METHODS) - set(LOCKSTEP)), "expected a method whose workers step together"),
+}
+EXACT: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in LOCKSTEP if name not in REFUSED]
+ROUNDED: list[tuple[str, dict[str, Any]]] = [
+    (name, {"wire_dtype": dtype})
+    for name in ("dpsgd", "sgp", "osgp", "matcha")
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize(("name", "options"), [*EXACT, *ROUNDED])
+def test_moments_are_mixed_and_bytes_are_counted_as_by_ranks(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(task(0.9), model=with_moments)
+    plan = replace(LabPlan.of(name, **options), chosen=chosen(name), is_text=False)
+    training = LabTraining(plan, Setting(N, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
+    begin = {n.removeprefix("model."): p.detach().clone() for n, p in training.models.module.named_parameters()}
+    for _ in training.run(STEPS):
+        pass
+    z, found = training.settle(), by_ranks(name, own, begin, monkeypatch, **options)
+    moments = torch.cat([training.models.buffers[name].flatten(1) for name in training.models.mixed], 1)
+    assert moments.shape == found.moments.shape
+    assert float(moments.std()) > 1e-3
+    torch.testing.assert_close(z, found.x, rtol=0, atol=1e-6)
+    torch.testing.assert_close(moments, found.moments, rtol=0, atol=1e-6)
+    # A rank of all-reduce averages once more, in the forward after the last step; in the Lab it does not.
+    sent = found.sent_bytes * (STEPS / (STEPS + 1) if name == "ar" else 1)
+    assert training.sent_bytes == pytest.approx(sent, rel=1e-4), "the Lab does not round bytes of all-reduce"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_lab_refuses_methods_whose_moments_it_would_mix_in_another_way(name: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        LabTraining(
+            LabPlan.of(name),
+            Setting(4, None, Compute(0.1), Network("1 Gbit/s"), seed=0),
+            replace(task(0.9), model=with_moments),
+        )
+
+
+@pytest.mark.parametrize("name", ["qgdsgdm", "decentlam"])
+def test_ranks_refuse_algorithms_that_compute_the_momentum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(task(0.9), model=with_moments)
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        by_ranks(name, own, own.model().state_dict(), monkeypatch)
 
 
 def test_methods_at_their_own_pace_are_those_whose_rounds_depend_on_time() -> None:

@@ -24,6 +24,7 @@ from gossip_modules.lab.clock import (
 from gossip_modules.lab.plan import Running
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
+from gossip_modules.rounds.stacked import Answered
 from tests.library.lab.simulations import (
     CLUSTER,
     LINKS,
@@ -88,7 +89,7 @@ def event_loop(
 def clock_starts(clock: StepClock, mixing: gm.mixing_manager.MixingManager | None, steps: int) -> list[list[float]]:
     starts = []
     for t in range(steps):
-        clock.advance([None if mixing is None else StackedMixing(mixing).round(t)])
+        clock.advance([Answered(None if mixing is None else StackedMixing(mixing).round(t))])
         starts.append(clock.starts.tolist())
     return starts
 

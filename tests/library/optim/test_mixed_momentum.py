@@ -138,31 +138,18 @@ def lab(what: str, make: Any) -> LabTraining:
     return training
 
 
-@pytest.mark.parametrize(("what", "arguments"), [("sgp", {}), ("LocalSGD(3)", {"algorithm": gm.LocalSGD(3)})])
-@pytest.mark.parametrize("make", [gossip_adamw, sgd])
+@pytest.mark.parametrize(("what", "arguments"), [("sgp", {}), ("osgp", {"overlap": True})])
+@pytest.mark.parametrize("make", [gossip_adamw, adamw])
 def test_the_lab_mixes_the_moments_as_ranks_do(what: str, arguments: dict[str, Any], make: Any) -> None:
     training, found = lab(what, make), by_ranks(make, **arguments)
     assert training.models.by == "vmap"
+    views = training.models.views(training.settle())
     own = {name.rpartition("mixed_momentum.")[2]: rows for name, rows in training.models.buffers.items()}
     names = [name for name, _ in net().named_parameters()]
     moments = torch.cat([own[name.replace(".", "/")].flatten(1) for name in names], 1)
     torch.testing.assert_close(torch.stack([m for _, m in found]), moments, rtol=0, atol=1e-9)
-    views = training.models.views(training.settle())
     models = torch.cat([views[f"model.{name}"].flatten(1) for name in names], 1)
     torch.testing.assert_close(torch.stack([x for x, _ in found]), models, rtol=0, atol=1e-9)
-
-
-def test_workers_with_an_optimizer_each_mix_their_moments_in_the_lab() -> None:
-    training = lab("adpsgd", gossip_adamw)
-    moments = {name: rows for name, rows in training.models.buffers.items() if "mixed_momentum" in name}
-    assert len(moments) == 4
-    own = [optimizer.state[leaf]["exp_avg"] for optimizer, (leaf, *_) in _each(training)]
-    first = moments[f"model.mixed_momentum.{training.models.names[0].removeprefix('model.').replace('.', '/')}"]
-    assert all(torch.equal(each, row) for each, row in zip(own, first, strict=True))
-
-
-def _each(training: LabTraining) -> Any:
-    return zip(training.models.optimizers, training.models._leaves, strict=True)
 
 
 def test_a_late_round_mixes_the_moments_too() -> None:
