@@ -15,6 +15,7 @@ from benchmarks.claims.base import Claim
 from benchmarks.record import RESULTS
 from benchmarks.records.submission import entry
 from benchmarks.records.tracks import TRACKS
+from benchmarks.sections import address
 from benchmarks.studies.ends import trainings
 from benchmarks.tables import table
 
@@ -202,7 +203,7 @@ def cells(row: Any) -> dict[str, str]:
     """Return the cells of a row of `ends`."""
     source = SOURCES[row.page]
     unit, points = source.unit
-    task = f"[{source.task}{', ' * bool(row.split)}{row.split}](../benchmarks/{source.page or row.page}.md)"
+    task = f"[{source.task}{', ' * bool(row.split)}{row.split}](../benchmarks/{address(source.page or row.page)})"
     star = "*" if row.is_end else ""
     if row.is_base:
         gap = "(the base)"

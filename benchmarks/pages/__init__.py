@@ -5,14 +5,16 @@
     python -m benchmarks.pages --review     # counts the later commits again, and writes all pages
 
 A page has the result first, then a short table, then all rows, and the commands with commit, machine, day and seed
-last. A figure without a row in a CSV file has no place on a page.
+last. A study of `benchmarks.sections` is a section of the page of another one. A figure without a row in a CSV file has
+no place on a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -31,15 +33,16 @@ from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.pictures import pictures
 from benchmarks.pages.published import reproduction_page
 from benchmarks.pages.records import RECORDS
-from benchmarks.pages.setup import SETUP_PAGE
+from benchmarks.pages.setup import SETUP
 from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING
 from benchmarks.pages.wire import WIRE
 from benchmarks.record import DTYPES, RESULTS, ROOT
+from benchmarks.sections import SECTIONS, address
 
 __all__ = ["NOT_IN_HISTORY", "PAGES", "main", "page", "stale", "table"]
 
-PAGES: Mapping[str, Page] = {
+EVERY: Mapping[str, Page] = {
     **STUDIES,
     **GAP,
     **TRAINING,
@@ -52,7 +55,13 @@ PAGES: Mapping[str, Page] = {
     **GRAPH_STUDIES,
     "lab": lab_page(),
 }
-"""By the name of the file, in the order of the index."""
+"""All studies by name, in the order of the index, sections too."""
+PAGES: Mapping[str, Page] = {
+    name: replace(own, sections={each: EVERY[each] for each in EVERY if SECTIONS.get(each) == name})
+    for name, own in EVERY.items()
+    if name not in SECTIONS
+}
+"""By the name of the file."""
 
 DOCS = ROOT / "docs" / "benchmarks"
 MADE = "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/{csv}: change that, not this. -->"
@@ -63,6 +72,7 @@ def page(name: str) -> str:
     own = PAGES[name]
     rows = _read(own.csv)
     texts = [f"# {own.title}", MADE.format(csv=own.csv), *_figures(own, rows), *map(_part, own.parts)]
+    texts += [text for each, section in own.sections.items() for text in _section(each, section)]
     texts += ["## Setup", filled(own.setup)] if own.setup else []
     return "\n\n".join([*texts, "## Measured with", *_remarks(own, rows), sources(rows)]) + "\n"
 
@@ -72,6 +82,16 @@ def _figures(own: Page, rows: pd.DataFrame) -> list[str]:
     every = (own.render(rows) if own.render else table(rows, own.columns)).rstrip("\n")
     shown = [own.summary(rows), fold("All rows", every)] if own.summary else [every]
     return [filled(own.text), *pictures(csv=own.csv), *shown]
+
+
+def _section(name: str, own: Page) -> Iterator[str]:
+    """Yield another study: its result and its table, then what a page has at its end, folded."""
+    rows = _read(own.csv)
+    yield f"## {own.title} {{ #{name} }}"
+    yield from _figures(own, rows)
+    yield from map(_part, own.parts)
+    setup = [filled(own.setup)] if own.setup else []
+    yield fold("How this was measured", "\n\n".join([*setup, *_remarks(own, rows), sources(rows)]))
 
 
 def _part(own: Page) -> str:
@@ -95,22 +115,21 @@ def index() -> str:
     texts = [
         "# Benchmarks",
         "<!-- Written by `python -m benchmarks.pages`: change that, not this. -->",
-        "Each page begins with its result and ends with its commands. Read [how the figures are measured](setup.md) "
+        "Each page begins with its result and ends with its commands. Read [how the figures are measured](#setup) "
         "once, and compare them with the papers on [Reproduction](reproduction.md).",
     ]
     for question in (*QUESTIONS, ""):
-        listed = {name: own for name, own in PAGES.items() if own.question == question}
+        listed = {name: own for name, own in EVERY.items() if own.question == question}
         if listed:
             texts.append(f"## {question or 'More'}")
-            texts.append(
-                "\n".join(f"- [{own.title}]({name}.md). {filled(own.result)}".rstrip() for name, own in listed.items())
-            )
-    return "\n\n".join(texts) + "\n"
+            lines = (f"- [{own.title}]({address(name)}). {filled(own.result)}" for name, own in listed.items())
+            texts.append("\n".join(map(str.rstrip, lines)))
+    return "\n\n".join([*texts, SETUP])
 
 
 def texts() -> dict[Path, str]:
     """All pages, by their file."""
-    own = {DOCS / "index.md": index(), DOCS / "setup.md": SETUP_PAGE, DOCS / "reproduction.md": reproduction_page()}
+    own = {DOCS / "index.md": index(), DOCS / "reproduction.md": reproduction_page()}
     return {**own, **{DOCS / f"{name}.md": page(name) for name in PAGES}}
 
 

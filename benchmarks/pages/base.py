@@ -21,9 +21,9 @@ QUESTIONS = (
 class Page:
     """A page and the CSV file it is made of.
 
-    A page shows `text`, `summary`, all rows, `parts`, `setup` and the commands, in this order. All rows are folded if
-    there is a summary. `render` writes no command: each page ends with the commands of its rows. In `text`, `setup` and
-    `result`, `{subject.name}` stands for the text of a claim (`benchmarks.claims`).
+    A page shows `text`, `summary`, all rows, `parts`, `sections`, `setup` and the commands, in this order. All rows are
+    folded if there is a summary. `render` writes no command: each page ends with the commands of its rows. In `text`,
+    `setup` and `result`, `{subject.name}` stands for the text of a claim (`benchmarks.claims`).
 
     Attributes:
         title: of the page.
@@ -37,6 +37,7 @@ class Page:
         summary: writes a short table or a picture.
         setup: how it was measured, and what the columns mean.
         parts: related measurements, each folded, with commands of its own.
+        sections: other studies by name, each with a heading, its result and its commands (`benchmarks.sections`).
         question: the heading of the index that lists the page, one of QUESTIONS.
         result: the result in one sentence, for the index.
     """
@@ -52,13 +53,16 @@ class Page:
     summary: Callable[[pd.DataFrame], str] | None = None
     setup: str = ""
     parts: tuple[Page, ...] = ()
+    sections: Mapping[str, Page] = field(default_factory=dict)
     question: str = ""
     result: str = ""
 
     def measurements(self) -> Iterator[Page]:
-        """Yield the page and its parts."""
+        """Yield the page, its parts, and its sections with theirs."""
         yield self
         yield from self.parts
+        for section in self.sections.values():
+            yield from section.measurements()
 
     def files(self) -> tuple[str, ...]:
         """The CSV files that the page reads."""

@@ -368,7 +368,7 @@ Compute utilisation is the share of computation in the time of a step. The publi
 DiLoCo on four GPUs whose links were shaped: 30.8 M parameters in float32, 26.5 ms of computation in a step, an outer
 step every H steps.
 
-Four [emulated hosts](setup.md#emulated-hosts) measure the same cells at 1/16 of the size and of the rates: 1.94 M
+Four [emulated hosts](index.md#emulated-hosts) measure the same cells at 1/16 of the size and of the rates: 1.94 M
 parameters, 3.125 to 312.5 Mbit/s. So a message takes as long as the published one. A step is a sleep of 22 ms, the
 optimizer and the loop; the median of its time without communication is the computation. One outer step or more, or
 three steps at H = 1, come before the timed ones. Most cells have one trial. The cores also ran other work at a lower

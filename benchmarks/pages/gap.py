@@ -148,7 +148,7 @@ its time.
         render=default,
         setup="""\
 Losses come from [the accuracy study](gap.md), 320 steps of eight workers; times come from eight
-[emulated hosts](setup.md#emulated-hosts), where 2.8 million parameters are computed for 40 ms per step. Loss and time
+[emulated hosts](index.md#emulated-hosts), where 2.8 million parameters are computed for 40 ms per step. Loss and time
 can be measured apart, since these methods wait for each other. DDP with its fp16 hook counts with the loss of
 all-reduce in float32, and Decent-DP with the loss of D-PSGD, which has the same update. Each cell ran once, by
 SGD. [The planner](../guides/default.md) also weighs steps.""",
@@ -172,7 +172,7 @@ to 106 ms at 1 Gbit/s. At 0.1 Gbit/s, the 352 ms of a message decide.""",
         ),
         render=stragglers,
         setup="""\
-Four [emulated hosts](setup.md#emulated-hosts) train 1.1 million parameters. A step computes for 40 ms, and each rank
+Four [emulated hosts](index.md#emulated-hosts) train 1.1 million parameters. A step computes for 40 ms, and each rank
 takes ten times as long in a twentieth of its steps, at the same steps for all methods. The table has the number of
 ranks over the sum of their steps per second, in ms. The loss after a step differs between methods: see
 [loss against time](default.md).""",
@@ -196,7 +196,7 @@ batches, and see [all studies](worker_numbers.md#images).""",
         summary=language,
         parts=(MANY_STEPS, SECOND_MOMENTS),
         setup="""\
-This is [a study in the Lab](setup.md#studies-in-the-lab), but rates are those of whole trainings. A decoder of 120,000
+This is [a study in the Lab](index.md#studies-in-the-lab), but rates are those of whole trainings. A decoder of 120,000
 parameters learns the bytes of Python's standard library by AdamW with betas (0.9, 0.95) and weight decay 0.01, on eight
 sequences of 64 bytes per worker and step. Three convolutions learn 30,000 images of CIFAR-10 at 16 pixels by SGD with
 momentum 0.9 and weight decay 5e-4; 4,000 are for validation, 8,000 for the test.

@@ -15,7 +15,7 @@ from benchmarks.pages.markdown import table
 from benchmarks.pages.study_tables import all_rows, ends, has_trainings, study_page, together, trainings
 
 SETUP = """\
-This is [a study in the Lab](setup.md#studies-in-the-lab) with {task}, in batches of {batch}. {more}"""
+This is [a study in the Lab](index.md#studies-in-the-lab) with {task}, in batches of {batch}. {more}"""
 ENDS = {
     "method": ("method", "s"),
     "seeds": ("seeds", "d"),

@@ -99,7 +99,7 @@ def language_rows(rows: pd.DataFrame) -> str:
 
 
 SETUP = """\
-This is [a study in the Lab](setup.md#studies-in-the-lab) with text and a decoder of two layers, 20,480 parameters, in
+This is [a study in the Lab](index.md#studies-in-the-lab) with text and a decoder of two layers, 20,480 parameters, in
 3,000 steps. In each step a worker reads four sequences; "one worker" reads 32, and "one worker alone" four. Muon steps
 the hidden matrices of "Muon" and "MuLoCo", and AdamW the embedding. Rates were chosen in trainings of 600 steps.
 

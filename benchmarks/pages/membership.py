@@ -68,7 +68,7 @@ and 32 workers.""",
         measures=("gossip_modules/membership", "gossip_modules/wrappers"),
         summary=kills,
         setup="""\
-[Eight workers](setup.md#jobs-with-a-membership) take steps that compute little and sleep 50 ms. The first one, two or
+[Eight workers](index.md#jobs-with-a-membership) take steps that compute little and sleep 50 ms. The first one, two or
 three by rank are killed, rank 0 among them. After 100 more steps one worker is started again. Where the store is
 killed, it dies with them and is started again, empty, with that worker. Survivors are timed, in ms.
 "Rounds until joined" counts the rounds of the others from the moment when the new worker was ready to its first round.
@@ -145,7 +145,7 @@ costs 0.09 to 0.29 s, in the median over faults. A stop for longer than the dead
         render=chaos,
         summary=outcomes,
         setup="""\
-Every two seconds a seed draws a fault of [eight workers](setup.md#jobs-with-a-membership): one or two are killed, one
+Every two seconds a seed draws a fault of [eight workers](index.md#jobs-with-a-membership): one or two are killed, one
 is stopped (SIGSTOP) for 0.5 to 8 seconds, one is started, or the store is killed and an empty one started. The deadline
 is 2 s. At the end the missing workers are started, and the learning rate falls to zero in 1500 steps. A step sleeps 50
 ms with SGP and 100 with the others. Times leave out steps in which the worker itself stood still or joined. Accuracy is
@@ -210,7 +210,7 @@ to 1.5 % of a core while nothing is trained.""",
         measures=("gossip_modules/membership", "gossip_modules/rounds", "gossip_modules/wrappers"),
         summary=cost,
         setup="""\
-Four [workers](setup.md#jobs-with-a-membership) and four without a membership train the same network, in turns of a few
+Four [workers](index.md#jobs-with-a-membership) and four without a membership train the same network, in turns of a few
 steps. Nothing sleeps. The figure is the processor time of a step, of all threads of a process, in the mean over the
 four. The ratio is the median over turns, with its quartiles. Wall times are of the slowest worker.""",
         question="What does a failure cost?",

@@ -139,8 +139,8 @@ def pages() -> Mapping[str, Page]:
             batch=2,
             more="""\
 Workers, late workers, times and steps are those of [time to accuracy with two late
-workers](straggler_accuracy.md#setup). Points below are those below groups of 8 that change in each round. "No groups"
-averages over all workers every ten steps, as all do.""",
+workers](stragglers.md#straggler_accuracy). Points below are those below groups of 8 that change in each round. "No
+groups" averages over all workers every ten steps, as all do.""",
         ),
         measures=measures,
         question=QUESTIONS[0],
@@ -181,8 +181,8 @@ A step computes for 0.2 s, with a spread of a tenth. Times are those of 11.7 M p
             has(("rank", "iterations"), (1, 1), (1, 32), (8, 4)),
             summary=iterations_summary,
             setup="""\
-The experiment is [agreement by all compressors](consensus_codes.md#setup), at the best step size of plain gossip. A run
-ends after 800 iterations. Rank 1 with 32 iterations and those below it send equal messages.""",
+The experiment is [agreement by all compressors](compression.md#consensus_codes), at the best step size of plain gossip.
+A run ends after 800 iterations. Rank 1 with 32 iterations and those below it send equal messages.""",
             measures=("gossip_modules/algorithms", "gossip_modules/rounds"),
             question=QUESTIONS[3],
             columns={

@@ -12,6 +12,7 @@ from benchmarks.pages.pictures import pictures
 from benchmarks.pages.reproduction import HEADLINES, NOT_REPRODUCED
 from benchmarks.pages.studies import REPRODUCED
 from benchmarks.record import RESULTS, ROOT, rows_of
+from benchmarks.sections import address
 from gossip_modules.methods import METHODS
 
 TITLE = "Reproduction: the figures of the papers, and ours"
@@ -105,7 +106,7 @@ class Row:
         """Return the row in Markdown."""
         several = len(self.ours) > 1
         cells = [
-            f"{text} ({each.scale}; [rows]({each.page}.md)){f': {verdict}' if several else ''}"
+            f"{text} ({each.scale}; [rows]({address(each.page)})){f': {verdict}' if several else ''}"
             for each, text, verdict in self.ours
         ]
         return f"| {self.theirs} | {'<br>'.join(cells)} | {self.verdict} |"

@@ -150,7 +150,7 @@ def halos_headline() -> tuple[str, str]:
 
 
 SETUP = """\
-16 workers of unequal speed are in four regions of [a study in the Lab](setup.md#studies-in-the-lab). Links have 0.117
+16 workers of unequal speed are in four regions of [a study in the Lab](index.md#studies-in-the-lab). Links have 0.117
 to 0.935 Gbit/s between regions, and 100 inside. Speeds, links and settings are those of
 [the authors' simulator](https://github.com/utnslab/halos). So are the bytes of Pythia-70M, and its step of 238 ms on
 the fastest worker. A decoder of one layer with 12,288 parameters reads four sequences of 32 characters in a step of a

@@ -75,7 +75,7 @@ def summary(rows: pd.DataFrame) -> str:
 
 
 SETUP = f"""\
-This is [a study in the Lab](setup.md#studies-in-the-lab) with ResNet-20 (He et al. 2016, arXiv 1512.03385), 269,722
+This is [a study in the Lab](index.md#studies-in-the-lab) with ResNet-20 (He et al. 2016, arXiv 1512.03385), 269,722
 parameters with batch normalisation. It learns 45,000 images of CIFAR-10 from JPEG copies, cropped with a margin of 4
 pixels and mirrored at random, by SGD with momentum 0.9 and weight decay 1e-4. The workers, {WORKERS}, have {BATCH_SIZE}
 images each in a step, and together read each image once in an epoch. MATCHA and PowerGossip have a ring. No rate was

@@ -1,9 +1,7 @@
-"""The page about what the measurements share; the pages of studies link to it."""
+"""What the measurements share: the end of the index, to which the pages of studies link."""
 
-SETUP_PAGE = """\
-# How the figures are measured
-
-<!-- Written by `python -m benchmarks.pages` from benchmarks/pages/setup.py: change that, not this. -->
+SETUP = """\
+## How the figures are measured { #setup }
 
 Compare ratios within a page: absolute times depend on the machine. `benchmarks/README.md` says how you run the
 benchmarks.
@@ -12,7 +10,7 @@ benchmarks.
   picture spans the seeds.
 - Thresholds are compared before figures are rounded.
 
-## Studies in the Lab
+### Studies in the Lab
 
 All workers train in one process, in the [Lab](../guides/lab.md). Unless a page says otherwise:
 
@@ -35,12 +33,12 @@ Compare methods only: large models have other accuracies.
 Set `OMP_NUM_THREADS=1`, and for CIFAR-10 `GOSSIP_DATA`: the folder with the archive cifar10-jpeg.tar.gz. The column
 `data` of a CSV file begins the SHA-256 of its data.
 
-## Emulated hosts
+### Emulated hosts
 
 A host is a network namespace of one machine with two cores, with a shaped link. Computation is a sleep; messages,
 copies and optimizers are real.
 
-## Jobs with a membership
+### Jobs with a membership
 
 Workers with a [membership](../guides/elasticity.md) are processes on one machine with two cores. A kill is a SIGKILL. A
 worker without a heartbeat for its deadline is excluded.

@@ -81,7 +81,7 @@ TRANSLATION_STUDY: Mapping[str, Page] = study_page(
     render=translation_rows,
     summary=translation_summary,
     setup="""\
-This is [a study in the Lab](setup.md#studies-in-the-lab) with Multi30k, from English into German. The transformer has
+This is [a study in the Lab](index.md#studies-in-the-lab) with Multi30k, from English into German. The transformer has
 two layers on each side, a width of 64 and 295,680 parameters; its vocabulary is 2,000 byte pairs. Each of eight workers
 reads 16 pairs in a step, for 12 epochs. Adam and GossipAdamW have betas (0.9, 0.98). Labels are smoothed by 0.1,
 without dropout or decay. Rates were chosen in trainings of 408 steps. BLEU is of the test split of 2016, by greedy

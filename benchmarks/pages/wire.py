@@ -40,7 +40,7 @@ hand takes 210 and 208. Where TCP uses BBR, Overlap SGP takes 386 ms, the loop b
 takes 369.""",
         render=wire,
         setup="""\
-Four [emulated hosts](setup.md#emulated-hosts) train 11.2 million parameters, 45 MB, with 150 ms of computation. A
+Four [emulated hosts](index.md#emulated-hosts) train 11.2 million parameters, 45 MB, with 150 ms of computation. A
 message takes 375 ms at 1 Gbit/s and 37 ms at 10 Gbit/s. The column with BBR has 1.1 million parameters, 40 ms of
 computation and 60 steps. Figures are medians over the steps of the slowest rank and three repeats. The head of
 a column has the size of chunks of plain gossip; those of WAGMA have 8 MB where it says 16. At 10 Gbit/s both sizes

@@ -62,7 +62,7 @@ def test_each_paper_has_one_section() -> None:
 
 def test_a_row_leads_to_the_page_of_its_file() -> None:
     for each in published.headlines():
-        assert each.csvs[0] in pages.PAGES[each.page].files(), each
+        assert each.csvs[0] in pages.EVERY[each.page].files(), each
         assert all((RESULTS / csv).exists() for csv in each.csvs)
         assert f'??? note "benchmarks/results/{each.csvs[0]}, ' in PAGE
 

@@ -1,0 +1,28 @@
+"""Studies that are sections of the page of another study, and the addresses of all studies in docs/benchmarks/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SECTIONS: Mapping[str, str] = {
+    "consensus_codes": "compression",
+    "power_iterations": "compression",
+    "matcha_rho": "default_graphs",
+    "pairwise": "default_graphs",
+    "elastic_cost": "elastic",
+    "straggler_accuracy": "stragglers",
+    "outer_short": "outer_language",
+    "outer_long": "outer_language",
+    "wire": "step_time",
+    "hosts": "step_time",
+}
+"""The name of a study, and of the page that it is a section of."""
+
+
+def address(name: str) -> str:
+    """Return the address of a study, relative to docs/benchmarks/.
+
+    >>> address("elastic"), address("elastic_cost")
+    ('elastic.md', 'elastic.md#elastic_cost')
+    """
+    return f"{SECTIONS[name]}.md#{name}" if name in SECTIONS else f"{name}.md"
