@@ -61,7 +61,7 @@ class Method:
         needs_fixed_ranks: the reason why the method takes no membership, as a clause; "": it takes one.
         simulate: makes the method for the Lab, given a `lab.plan.Run`; None: the Lab runs the rounds of an algorithm,
             and knows the wrappers of this library.
-        simulated_graph: returns the name of the default graph in the simulator, given (number of ranks, peers per round
+        simulated_graph: returns the name of the default graph in the Lab, given (number of ranks, peers per round
             or a schedule of it).
         step_sizes: the published ones, by compressor.
         fixed: constant arguments of the wrapper; `make` is not passed on as an algorithm then.

@@ -151,7 +151,7 @@ Losses come from [the accuracy study](gap.md), 320 steps of eight workers; times
 [emulated hosts](index.md#emulated-hosts), where 2.8 million parameters are computed for 40 ms per step. Loss and time
 can be measured apart, since these methods wait for each other. DDP with its fp16 hook counts with the loss of
 all-reduce in float32, and Decent-DP with the loss of D-PSGD, which has the same update. Each cell ran once, by
-SGD. [The planner](../guides/default.md) also weighs steps.""",
+SGD. [The Lab](../guides/default.md) also weighs steps.""",
         also=("gap.csv",),
         question="Is it as fast?",
         result="At 1 Gbit/s Overlap SGP with GossipAdamW takes 0.77 of the time of the faster DDP, for 0.06 nats more.",

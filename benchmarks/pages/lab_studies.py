@@ -51,14 +51,14 @@ def many_summary(rows: pd.DataFrame) -> str:
 
 
 def simulated_said(rows: pd.DataFrame) -> str:
-    """Return the order of a few methods by the simulator, in words."""
+    """Return the order of a few methods by the Lab, in words."""
     seconds = rows.set_index("recipe")["seconds"]
     first = METHODS[seconds.idxmin()].title
     later = [METHODS[name].title for name in seconds[seconds > seconds["ar"]].index]
     return (
-        f"**At 1 Gbit/s the simulator puts {first} first, with {seconds.min():.1f} s to the target.** Local SGD takes "
+        f"**At 1 Gbit/s the Lab puts {first} first, with {seconds.min():.1f} s to the target.** Local SGD takes "
         f"{seconds['localsgd']:.1f} s, SGP {seconds['sgp']:.0f} s, Overlap SGP {seconds['osgp']:.0f} s and all-reduce "
-        f"{seconds['ar']:.0f} s. Later than all-reduce: {together(later)}. The simulator does not know your loss: in "
+        f"{seconds['ar']:.0f} s. Later than all-reduce: {together(later)}. It does not know your loss: in "
         "[a language model](outer_language.md) local SGD and DiLoCo end above all-reduce."
     )
 
@@ -106,7 +106,7 @@ sequence of 32 characters in a step. The highest rate is 0.016. How near the clo
 all methods, with advice: `python -m gossip_modules.lab --world-size 1024 --network "1 Gbit/s" --parameters 25e6
 --compute 0.25`. An empty cell means that the target was not reached in 320 steps. Disagreement is the relative
 difference between models; methods whose workers do not agree are not advised. [Which
-method?](../choosing.md#ask-the-simulator) says how to read the table.""",
+method?](../choosing.md#ask-the-lab) says how to read the table.""",
             ),
             Page(
                 "Processor time by vmap and in a loop",

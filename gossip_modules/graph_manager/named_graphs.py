@@ -1,4 +1,4 @@
-"""Communication graphs by name, for command lines, pictures and the simulator; and the graphs used by default."""
+"""Communication graphs by name, for command lines, pictures and the Lab; and the graphs used by default."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def chosen_of(made: Any) -> Chosen:
 
 
 def register(method: Method | type[Any], **fields: Any) -> Method:
-    """Enter a method in METHODS, and return it. The method is then a recipe and a row of the simulator.
+    """Enter a method in METHODS, and return it. The method is then a recipe and a row of the Lab.
 
     Args:
         method: the class of your `Algorithm`, or an entry.

@@ -85,7 +85,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
             Metropolis-Hastings (D-PSGD), the Laplacian of a `MatchaGraph`.
         push_sum: whether the weight w is sent too (SGP, any directed graph) or not (D-PSGD).
         overlap: whether a round runs in a thread under the next forward and backward, instead of before it. Costs a
-            second copy of the model. "auto": the first eight rounds block and are measured, then all ranks choose
+            further copy of the model. "auto": the first eight rounds block and are measured, then all ranks choose
             overlap, and a staleness of at most `max_staleness`; see `overlap_choice`, and [Note: overlap="auto"] of
             `Measurement`. Not for algorithms without overlap, outer methods (use delay="auto") or a membership.
         max_staleness: the number of forwards before training waits for a late overlapped round; rounds then start every

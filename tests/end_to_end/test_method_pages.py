@@ -65,6 +65,14 @@ def test_every_method_has_a_page_and_the_index_lists_it() -> None:
     assert sorted(re.findall(r"^\| \[[^]]+\]\((\w+)\.md\)", index, re.MULTILINE)) == sorted(PAGES)
 
 
+def test_the_table_of_memory_has_the_cell_of_each_page() -> None:
+    _, _, section = (FOLDER / "index.md").read_text(encoding="utf-8").partition("## Memory")
+    shown = re.findall(r"^\| \[[^]]+\]\((\w+)\.md#cost\) \| (.*) \|$", section, re.MULTILINE)
+    found = (re.search(r"^\| memory beside the model \| (.*) \|$", PAGES[name], re.MULTILINE) for name, _ in shown)
+    assert shown == [(name, cell[1]) for (name, _), cell in zip(shown, found, strict=True) if cell]
+    assert sorted(name for name, _ in shown) == sorted(PAGES)
+
+
 def test_every_registered_method_has_a_page() -> None:
     assert sorted(PAGES) == sorted(METHODS)
 
