@@ -88,6 +88,7 @@ METHODS: Mapping[str, Callable[[], Arguments]] = {
     "qgdsgdm": lambda: {"algorithm": g.QGDSGDm()},
     "d2": lambda: {"algorithm": g.D2()},
     "exactdiffusion": lambda: {"algorithm": g.ExactDiffusion()},
+    "extra": lambda: {"algorithm": g.EXTRA()},
     "gradienttracking": lambda: {"algorithm": g.GradientTracking()},
     "decentlam": lambda: {"algorithm": g.DecentLaM()},
     "relaysgd": lambda: {**MIXED, "algorithm": g.RelaySGD()},
@@ -115,8 +116,8 @@ VARIANTS: Mapping[str, Callable[[Arguments], Arguments | None]] = {
 }
 """The variants of each method: more arguments, given the arguments of the method; None: the method has none."""
 
-MIXES = ("dpsgd", "sgp", "osgp", "matcha", "noloco", "gasloc", "decentlam", "qgdsgdm", "d2", "exactdiffusion")
-RULES = ("qgdsgdm", "d2", "exactdiffusion", "gradienttracking", "decentlam", "relaysgd")
+MIXES = ("dpsgd", "sgp", "osgp", "matcha", "noloco", "gasloc", "decentlam", "qgdsgdm", "d2", "exactdiffusion", "extra")
+RULES = ("qgdsgdm", "d2", "exactdiffusion", "extra", "gradienttracking", "decentlam", "relaysgd")
 
 
 def is_variant(method: str, variant: str) -> bool:

@@ -22,6 +22,7 @@ from .algorithms.deep_squeeze import DeepSqueeze
 from .algorithms.diloco import DiLoCo
 from .algorithms.eager_diloco import EagerDiLoCo
 from .algorithms.exact_diffusion import ExactDiffusion
+from .algorithms.extra import EXTRA
 from .algorithms.gasloc import GASLoC
 from .algorithms.gradient_tracking import GradientTracking
 from .algorithms.isoloco import IsoLoCo
@@ -74,6 +75,7 @@ if TYPE_CHECKING:  # extras, which are imported where a program asks for them
 __all__ = [
     "D2",
     "DPSGD",
+    "EXTRA",
     "QSGD",
     "RDA",
     "AllReduceDataParallel",

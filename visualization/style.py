@@ -71,6 +71,7 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "qgdsgdm": MethodStyle("QG-DSGDm", "#00796B", ("qg-dsgdm", "qgdsgdm", "qg-dsgdm-n")),
     "d2": MethodStyle("D2", "#C2185B", ("d2",)),
     "exactdiffusion": MethodStyle("Exact diffusion", "#5D4037", ("exact diffusion", "exactdiffusion")),
+    "extra": MethodStyle("EXTRA", "#9C5B00", ("extra",)),
     "gradienttracking": MethodStyle("Gradient tracking", "#3949AB", ("gradient tracking", "gradienttracking")),
     "relaysgd": MethodStyle("RelaySGD", "#00838F", ("relaysgd", "relaysum")),
     "sparta": MethodStyle("SPARTA", "#9E2A2B", ("sparta",)),

@@ -21,6 +21,10 @@ class ExactDiffusion(Algorithm):
     The law is `D2` with (I + W) / 2 in place of W. Its eigenvalues are never below 0, so exact diffusion needs no
     condition on them. It has the limit of D2, the optimum of the mean of all losses, and agrees about half as fast.
 
+    Without a proximal operator and with one step size, NIDS has the same recursion (Li, Shi, Yan, "A Decentralized
+    Proximal-Gradient Method with Network Independent Step-Sizes and Separated Convergence Rates", IEEE Transactions on
+    Signal Processing 2019, arXiv 1704.07807); only its first step does not mix.
+
     x_i - psi'_i is scaled when the learning rate changes, as c in D2. The default is a ring with weights of one third.
 
     Yuan, Ying, Zhao, Sayed, "Exact Diffusion for Distributed Optimization and Learning - Part I: Algorithm

@@ -13,6 +13,7 @@ from ..algorithms.deep_squeeze import DeepSqueeze
 from ..algorithms.diloco import DiLoCo
 from ..algorithms.eager_diloco import EagerDiLoCo
 from ..algorithms.exact_diffusion import ExactDiffusion
+from ..algorithms.extra import EXTRA
 from ..algorithms.gasloc import GASLoC
 from ..algorithms.gradient_tracking import GradientTracking
 from ..algorithms.isoloco import IsoLoCo
@@ -360,6 +361,7 @@ BUILT_IN: tuple[Method, ...] = (
     entry(QGDSGDm, options=GRAPH),
     entry(D2, options=GRAPH, simulated_graph=_ring),
     entry(ExactDiffusion, options=GRAPH, simulated_graph=_ring),
+    entry(EXTRA, options=GRAPH, simulated_graph=_ring),
     entry(GradientTracking, options=GRAPH, simulated_graph=_ring),
     entry(DecentLaM, options=GRAPH, simulated_graph=_ring),
     entry(

@@ -15,6 +15,7 @@ from torch import nn
 
 from gossip_modules import (
     D2,
+    EXTRA,
     QSGD,
     Choco,
     DecentLaM,
@@ -183,6 +184,7 @@ COSTS: dict[str, tuple[Make, float]] = {
     "qgdsgdm": (gossip(lambda: {"algorithm": QGDSGDm()}), P),
     "d2": (gossip(lambda: {"algorithm": D2()}), 2 * P),
     "exactdiffusion": (gossip(lambda: {"algorithm": ExactDiffusion()}), 2 * P),
+    "extra": (gossip(lambda: {"algorithm": EXTRA()}), 2 * P),
     "gradienttracking": (gossip(lambda: {"algorithm": GradientTracking()}), 2 * P * (2 * NUM_ROUNDS - 2) / NUM_ROUNDS),
     "decentlam": (gossip(lambda: {"algorithm": DecentLaM()}), 2 * P),
     "sgp": (gossip(dict), P),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
+    EXTRA,
     DecentLaM,
     ExactDiffusion,
     GossipDataParallel,
@@ -25,9 +27,10 @@ from gossip_modules import (
 )
 from gossip_modules.algorithms.choco import Choco
 from gossip_modules.algorithms.d_psgd import DPSGD
-from gossip_modules.extend import Algorithm
+from gossip_modules.extend import Algorithm, SGDStep
 from gossip_modules.graph_manager import BaseGraph, DynamicBipartiteExponentialGraph, NetworkXGraph
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager, UniformMixing, default_mixing
+from gossip_modules.rounds.stacked import Stacked
 from tests.harness.problems import loss_of, mlp
 from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, plain_sgd, solve, train_rows
 from tests.harness.ranks import run_ranks
@@ -127,18 +130,66 @@ def quasi_global(num_steps: int, eta: float, b: float, mu: float, matrices: Call
     return x
 
 
+def extra(num_steps: int, eta: float) -> Tensor:
+    """Equation 2.13 of the paper, with (I + W) / 2 as its second matrix."""
+    before = start()
+    x = W @ before - eta * gradient(before)
+    for _ in range(num_steps - 1):
+        both = before + W @ before
+        before, x = x, x + W @ x - both / 2 - eta * (gradient(x) - gradient(before))
+    return x
+
+
 LAWS = [
+    (EXTRA(), plain_sgd, lambda: extra(20, 0.05)),
     (GradientTracking(), plain_sgd, lambda: tracking(20, 0.05)),
     (DecentLaM(), sgd(momentum=0.5), lambda: decentlam(20, 0.05, 0.5)),
     (QGDSGDm(mu=0.7), sgd(nesterov=True), lambda: quasi_global(20, 0.05, 0.9, 0.7, lambda t: W)),
 ]
 
 
-@pytest.mark.parametrize(("rule", "make_optimizer", "law"), LAWS, ids=["tracking", "decentlam", "nesterov"])
+@pytest.mark.parametrize(("rule", "make_optimizer", "law"), LAWS, ids=["extra", "tracking", "decentlam", "nesterov"])
 def test_every_rank_follows_the_law(rule: Algorithm, make_optimizer: Make, law: Callable[[], Tensor]) -> None:
     found = solve(lambda: {"algorithm": rule, "graph": RING}, make_optimizer=make_optimizer)
     torch.testing.assert_close(found, law(), rtol=0, atol=1e-12)
     assert found.std() > 1e-4
+
+
+@pytest.mark.parametrize("rule", [EXTRA(), ExactDiffusion()], ids=repr)
+def test_published_recursions_on_means_of_random_quadratics(rule: Algorithm) -> None:
+    """Each rank has x A x / 2 + b x, a mean of random quadratics; the ranks are the rows of one tensor."""
+    n, dim, eta, steps = 6, 4, 0.03, 60
+    draws = np.random.default_rng(5)
+    factors = draws.standard_normal((n, 8, dim, dim))
+    a = (factors @ factors.swapaxes(-1, -2)).mean(1) / dim
+    b = draws.standard_normal((n, 8, dim)).mean(1)
+    mixing = MetropolisHastingsMixing(NetworkXGraph(nx.random_regular_graph(3, n, seed=2)))
+    w = mixing.matrix(0).double().numpy()
+    half = (np.eye(n) + w) / 2
+
+    def u(x: np.ndarray) -> np.ndarray:
+        return eta * (np.einsum("nij,nj->ni", a, x) + b)
+
+    start = np.zeros((n, dim))
+    if isinstance(rule, EXTRA):
+        history = [start, w @ start - u(start)]
+        while len(history) <= steps:
+            x, before = history[-1], history[-2]
+            history.append((np.eye(n) + w) @ x - half @ before - u(x) + u(before))
+    else:  # the recursion of NIDS without a proximal operator
+        history = [start, half @ (start - u(start))]
+        while len(history) <= steps:
+            x, before = history[-1], history[-2]
+            history.append(half @ (2 * x - before - u(x) + u(before)))
+
+    rows, rounds = torch.zeros(n, dim, dtype=torch.float64), Stacked(rule, mixing)
+    rounds.step(rows, 0)
+    for k in range(1, steps + 1):
+        rows -= torch.from_numpy(u(rows.numpy()))
+        rounds.step(rows, k, sgd=SGDStep(eta, 0.0))
+        assert np.abs(rows.numpy() - history[k]).max() < 1e-10
+    optimum = -np.linalg.solve(a.mean(0), b.mean(0))
+    assert np.abs(history[-1] - optimum).max() < np.abs(start - optimum).max()
 
 
 def test_quasi_global_momentum_on_pairs_that_change() -> None:
@@ -172,8 +223,8 @@ def limit(
 
 @pytest.mark.parametrize(
     ("rule", "momentum"),
-    [(D2(), 0.0), (D2(), 0.5), (ExactDiffusion(), 0.0), (GradientTracking(), 0.0)],
-    ids=["d2", "d2-momentum", "exact", "tracking"],
+    [(D2(), 0.0), (D2(), 0.5), (ExactDiffusion(), 0.0), (EXTRA(), 0.0), (GradientTracking(), 0.0)],
+    ids=["d2", "d2-momentum", "exact", "extra", "tracking"],
 )
 def test_ranks_with_different_data_reach_the_optimum(rule: Algorithm, momentum: float) -> None:
     assert (limit(rule, momentum=momentum) - OPTIMUM).abs().max() < 1e-9
@@ -258,13 +309,15 @@ def descent_of(rates: Tensor, num_steps: int) -> float:
     return float((shares * B).sum() / shares.sum())
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()], ids=repr)
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking()], ids=repr)
 def test_two_steps_between_rounds_count_as_one(rule: Algorithm) -> None:
     found = limit(rule, schedule=Schedule(2))
     assert (found - descent_of(LEARNING_RATE * A, 2)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking(), QGDSGDm(), DecentLaM()], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking(), QGDSGDm(), DecentLaM()], ids=repr
+)
 def test_exact_averages_between_rounds_take_all_ranks_to_one_model(rule: Algorithm) -> None:
     """Without a new beginning after each of them D2 would take ranks further apart with each."""
     momentum = 0.5 if rule.needs_sgd else 0.0
@@ -274,7 +327,7 @@ def test_exact_averages_between_rounds_take_all_ranks_to_one_model(rule: Algorit
     assert abs(found.mean() - OPTIMUM) < 0.05
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()], ids=repr)
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking()], ids=repr)
 def test_a_narrow_wire_takes_the_mean_nowhere(rule: Algorithm) -> None:
     """What one rank gives away its peers get, so that sums stay; the resolution of bfloat16 at 0.8 is 0.004."""
     found = limit(rule, wire_dtype=torch.bfloat16)
@@ -282,7 +335,7 @@ def test_a_narrow_wire_takes_the_mean_nowhere(rule: Algorithm) -> None:
     assert (found - OPTIMUM).abs().max() > 1e-6, "the wire is narrow"
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), QGDSGDm(), DecentLaM()], ids=repr)
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), QGDSGDm(), DecentLaM()], ids=repr)
 @pytest.mark.parametrize("inner", [Choco(SignNorm(), step_size=0.3), PowerGossip()], ids=lambda x: type(x).__name__)
 def test_compressed_gossip_below_is_refused(rule: Algorithm, inner: Algorithm) -> None:
     """What a compressed round leaves out comes again with what the rule keeps: models of matrices drift apart."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
+    EXTRA,
     Choco,
     DecentLaM,
     DiLoCo,
@@ -55,6 +56,7 @@ METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "decentlam": lambda: {"algorithm": DecentLaM()},
     "d2": lambda: {"algorithm": D2()},
     "exactdiffusion": lambda: {"algorithm": ExactDiffusion()},
+    "extra": lambda: {"algorithm": EXTRA()},
     "gradienttracking": lambda: {"algorithm": GradientTracking()},
 }
 KEEPS_MOMENTUM = ("diloco", "slowmo", "sparseloco")  # in average_(), as all ranks have the same anchor

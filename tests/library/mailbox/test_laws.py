@@ -101,6 +101,7 @@ REFUSED = {
     "decentlam",
     "eagerdiloco",
     "exactdiffusion",
+    "extra",
     "gradienttracking",
     "powergossip",
     "qgdsgdm",

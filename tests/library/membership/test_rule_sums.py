@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
+    EXTRA,
     DecentLaM,
     ExactDiffusion,
     GossipDataParallel,
@@ -77,7 +78,7 @@ class Worker(ScriptedWorker):
             x.sub_(0.1 * (x - 10 * self.name))
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), GradientTracking()])
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking()])
 def test_living_workers_reach_the_optimum_of_the_mean_of_their_losses(rule: Algorithm) -> None:
     """Without a new beginning the mean would move for ever by what the dead one carried."""
     handed: queue.Queue[tuple[dict[str, Any], Tensor]] = queue.Queue()

@@ -25,6 +25,7 @@ from torch.nn.functional import mse_loss
 
 from gossip_modules import (
     D2,
+    EXTRA,
     QSGD,
     Choco,
     DecentLaM,
@@ -99,6 +100,7 @@ ROWS: Mapping[str, Callable[[], Arguments]] = {
     "qgdsgdm": lambda: {"algorithm": QGDSGDm()},
     "d2": lambda: {"algorithm": D2()},
     "exactdiffusion": lambda: {"algorithm": ExactDiffusion()},
+    "extra": lambda: {"algorithm": EXTRA()},
     "gradienttracking": lambda: {"algorithm": GradientTracking()},
     "decentlam": lambda: {"algorithm": DecentLaM()},
 }

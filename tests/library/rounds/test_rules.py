@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gossip_modules import (
     D2,
+    EXTRA,
     DecentLaM,
     DiLoCo,
     ExactDiffusion,
@@ -40,7 +41,7 @@ def memory_of(wrapper: GossipDataParallel) -> Memory:
     return rounds.drivers[0].memory
 
 
-RULES: list[Algorithm] = [D2(), ExactDiffusion(), GradientTracking(), QGDSGDm(), DecentLaM()]
+RULES: list[Algorithm] = [D2(), ExactDiffusion(), EXTRA(), GradientTracking(), QGDSGDm(), DecentLaM()]
 LR = 0.05
 
 
