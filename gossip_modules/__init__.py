@@ -15,6 +15,7 @@ from . import mixing_manager as mixing_manager
 from . import old_names as _old_names
 from . import partitions as partitions
 from .algorithms.choco import Choco
+from .algorithms.clipped_gossip import ClippedGossip
 from .algorithms.d2 import D2
 from .algorithms.d_psgd import DPSGD
 from .algorithms.decentlam import DecentLaM
@@ -81,6 +82,7 @@ __all__ = [
     "AllReduceDataParallel",
     "BilatGossipDataParallel",
     "Choco",
+    "ClippedGossip",
     "DecentLaM",
     "DeepSqueeze",
     "DelayedNesterov",

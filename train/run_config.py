@@ -43,9 +43,9 @@ class RunConfig(WrapperOptions, ABC):
     recipe: str = "sgp"
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, a2cid2, wagma, dpwa,
     localsgd, diloco, streamingdiloco, eagerdiloco, muloco, isoloco, sparseloco, slowmo, noloco, gasloc, qgdsgdm, d2,
-    exactdiffusion, extra, gradienttracking, decentlam, relaysgd, sparta; python -m gossip_modules.methods describes
-    each. qgdsgdm and decentlam need SGD: train.gossip_sgd has it, other scripts take --optimizer sgd. A recipe is the
-    short name of an --algorithm, with its published settings."""
+    exactdiffusion, extra, gradienttracking, decentlam, clippedgossip, relaysgd, sparta;
+    python -m gossip_modules.methods describes each. qgdsgdm and decentlam need SGD: train.gossip_sgd has it, other
+    scripts take --optimizer sgd. A recipe is the short name of an --algorithm, with its published settings."""
     algorithm: str = ""
     """The method with settings of your own, as the text of Python: "DiLoCo(sync_every=50)", "Choco(TopK(0.01),
     step_size=0.04)", "GASLoC(momentum=0).over(PowerGossip())". Calls of known names with literals; nothing is

@@ -49,7 +49,7 @@ def refuse(rank: int, what: str, *, senders: Sequence[int] = (), is_here: bool =
     )
 
 
-def log_left_out(rank: int, what: str, senders: Sequence[int]) -> None:
+def log_left_out(rank: object, what: str, senders: Sequence[object]) -> None:
     """Tell that this rank goes on without such a message, whose sender gets the error; see `refuse` for arguments."""
     _log.warning(
         "rank %s: %s is left out here, since what ranks %s have sent holds infinities or NaN", rank, what, [*senders]

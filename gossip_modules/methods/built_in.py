@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..algorithms.choco import Choco
+from ..algorithms.clipped_gossip import ClippedGossip
 from ..algorithms.d2 import D2
 from ..algorithms.d_psgd import DPSGD
 from ..algorithms.decentlam import DecentLaM
@@ -364,6 +365,7 @@ BUILT_IN: tuple[Method, ...] = (
     entry(EXTRA, options=GRAPH, simulated_graph=_ring),
     entry(GradientTracking, options=GRAPH, simulated_graph=_ring),
     entry(DecentLaM, options=GRAPH, simulated_graph=_ring),
+    entry(ClippedGossip, options=COMPRESSED - {"nprocs_per_node"}, text="ClippedGossip(radius=1.0)"),
     entry(
         RelaySGD,
         options=GRAPH,

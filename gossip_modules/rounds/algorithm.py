@@ -67,6 +67,8 @@ class Algorithm(ABC):
         averages_exactly: whether rounds average over all ranks instead of mixing on a graph.
         takes_wire_dtype: whether `wire_dtype=` applies to the algorithm's mixed or averaged vectors. False if all its
             messages are its own.
+        mixes_buffers: whether rounds mix the buffers of the model too. False where a wrong buffer of one peer would
+            get past the algorithm; each rank then keeps its own.
         is_whole: whether a round sends whole vectors. Compressed rounds leave a rest for later rounds.
         needs_whole_rounds: whether differences between ranks may grow if the inner algorithm is not `is_whole`.
         needs_inner_rate: whether drivers call `inner_rate` after each optimizer step.
@@ -100,6 +102,7 @@ class Algorithm(ABC):
     counts_tokens: ClassVar[bool] = False
     keeps_links: ClassVar[bool] = False
     takes_wire_dtype: ClassVar[bool] = True
+    mixes_buffers: ClassVar[bool] = True
     is_whole: ClassVar[bool] = False
     needs_whole_rounds: ClassVar[bool] = False
     needs_inner_rate: ClassVar[bool] = False
@@ -350,6 +353,7 @@ class Over(Algorithm):
             keeps_links=outer.keeps_links or inner.keeps_links,
             is_skippable=outer.is_skippable and inner.is_skippable,
             takes_push_sum=outer.takes_push_sum and inner.takes_push_sum,
+            mixes_buffers=outer.mixes_buffers and inner.mixes_buffers,
             is_whole=outer.is_whole and inner.is_whole,
             checks_messages=outer.checks_messages and inner.checks_messages,
             takes_rows=outer.takes_rows and inner.takes_rows,

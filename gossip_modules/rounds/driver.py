@@ -143,7 +143,7 @@ class Driver(State):
             self._has_checked_step = True
         if not self.has_begun:
             self.algorithm.begin(self._vectors(Vector.of(x), 0), self.memory)
-            self._buffers, self.has_begun = [b.clone() for b in x.buffers], True
+            self._buffers, self.has_begun = self._buffers_of(x), True
         if self._has_joined:
             self._has_joined, has_changed = False, self._recover(x)
         if not stamps.has_tried:
@@ -187,6 +187,10 @@ class Driver(State):
     def _agree(self, x: FlatVector) -> bool:
         """Take the newest memory of all ranks; returns whether x was written."""
         return self.stamps.agree(self.memory, self.transport, who=self.algorithm) and self._recover(x)
+
+    def _buffers_of(self, x: FlatVector | Vector) -> list[Tensor]:
+        """Return copies of the buffers that a round mixes."""
+        return [b.clone() for b in x.buffers] if self.algorithm.mixes_buffers else []
 
     def _vectors(self, x: Vector, t: int) -> Vectors:
         self.memory.fit(x, who=self.algorithm)
@@ -255,7 +259,8 @@ class Driver(State):
             sent, opened.v.x = opened.v.x, vector
             self.memory.fit(vector)  # a fragment is read anew, and the round may declare vectors
             if isinstance(sent, SentVector) and opened.reply is not RoundLost:
-                corrections, alpha = (*sent.parts, *sent.buffers), 1.0 if self.alpha is None else self.alpha
+                buffers, alpha = sent.buffers if self._buffers else (), 1.0 if self.alpha is None else self.alpha
+                corrections = (*sent.parts, *buffers)
                 for own, correction in zip((*x.parameters, *self._buffers), corrections, strict=True):
                     add_(own, correction, alpha=alpha)
                 self.alpha = None
@@ -295,7 +300,7 @@ class Driver(State):
         memory.fit(Vector.of(x))
         kept = copy.deepcopy(memory.state_dict())
         memory.numbers = dict(saved["numbers"])
-        self._buffers = [b.clone() for b in x.buffers]
+        self._buffers = self._buffers_of(x)
         v = self._vectors(Vector.of(x.clone()), saved["t"])
         v.inner_rate, v.sent = saved["inner_rate"], None if saved["sent"] is None else v.x
         generator = self.algorithm.round(v, memory, saved["k"])
@@ -324,7 +329,7 @@ class Driver(State):
                 self.has_failed, self.stamps.lost = True, k
                 return
         assert x.flat is not None, "rounds mix flat vectors"
-        self._buffers = [b.clone() for b in x.buffers]
+        self._buffers = self._buffers_of(x)
         v = self._vectors(x, t)
         if self.watch is not None:
             self.watch.before_round(v, self.memory)
@@ -423,11 +428,11 @@ class Driver(State):
                 self._run_inner(x, generator, v.t)
             case Share(message):
                 received = self.messages.share(message)
-                self.own_buffer_weight = self.messages.row.buffer_weights.own
+                self._note_buffer_weight()
                 return received
             case Exchange(messages, checksums):
                 replies = self.messages.exchange(messages, checksums)
-                self.own_buffer_weight = self.messages.row.buffer_weights.own
+                self._note_buffer_weight()
                 return replies
             case Gather(message, numbers):
                 everyone = self._gather_numbers(numbers)
@@ -435,6 +440,10 @@ class Driver(State):
                 received.numbers = everyone
                 return received
         return None
+
+    def _note_buffer_weight(self) -> None:
+        if self.algorithm.mixes_buffers:
+            self.own_buffer_weight = self.messages.row.buffer_weights.own
 
     def _mix(self, x: Vector, v: Vectors, mixer: Mixer) -> None:
         flat, buffers = x.flat, x.buffers if self._buffers else []

@@ -453,7 +453,8 @@ class Stacked:
 
     def count_message(self, num_bytes: float) -> None:
         """Count a message of each rank to each of its peers, of so many bytes on average."""
-        self._answered.append(Answered(self.rows, self._buffer_rows, has_buffers=not self._has_sent_buffers))
+        has_buffers = self.algorithm.mixes_buffers and not self._has_sent_buffers
+        self._answered.append(Answered(self.rows, self._buffer_rows, has_buffers=has_buffers))
         self._has_sent_buffers = True
         header = HEADER_BYTES if self.algorithm.checks_messages else 0
         self.sent_bytes += self.rows.mean_out_degree * (num_bytes + header)

@@ -16,6 +16,7 @@ from gossip_modules import (
     RDA,
     AllReduceDataParallel,
     Choco,
+    ClippedGossip,
     DeepSqueeze,
     DiLoCo,
     GASLoC,
@@ -87,6 +88,7 @@ def from_registry(name: str) -> dict[str, Any]:
     given = {
         "choco": lambda: Choco(SignNorm(), step_size=0.45),
         "deepsqueeze": lambda: DeepSqueeze(SignNorm(), step_size=0.01),
+        "clippedgossip": lambda: ClippedGossip(0.5),
         "moniqua": lambda: Moniqua(theta=0.5),
     }
     if "sync_every" in inspect.signature(make).parameters:

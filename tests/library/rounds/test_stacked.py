@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import gossip_modules as gm
 from gossip_modules import algorithms
 from gossip_modules.algorithms.choco import Choco, LinkChoco
+from gossip_modules.algorithms.clipped_gossip import ClippedGossip
 from gossip_modules.algorithms.d2 import D2
 from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.algorithms.deep_squeeze import DeepSqueeze
@@ -72,6 +73,7 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
     Moniqua: [Moniqua(20.0)],
     PowerGossip: [PowerGossip(), PowerGossip(rank=2, num_iterations=2)],
     Sparta: [Sparta(0.2)],
+    ClippedGossip: [ClippedGossip(0.5)],
 }
 """Of algorithms that cannot be made without arguments, or take several ways with them."""
 

@@ -1,0 +1,243 @@
+"""ClippedGossip and the trimmed mean compute their laws, and keep wrong models of neighbours out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gossip_modules import ClippedGossip, GossipDataParallel, RingGraph
+from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.extend import Algorithm
+from gossip_modules.graph_manager import CompleteGraph, DynamicBipartiteExponentialGraph, GraphManager
+from gossip_modules.lab import Digits
+from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager
+from gossip_modules.rounds.stacked import Stacked
+from tests.harness.ranks import run_ranks
+
+Array = npt.NDArray[np.float64]
+Oracle = Callable[[Array, MixingManager, int], Array]
+N, D = 6, 7
+
+
+def clipped(radius: float) -> Oracle:
+    """The matrix of models after a round of ClippedGossip, as its formula says."""
+
+    def after(x: Array, mixing: MixingManager, t: int) -> Array:
+        w, new = mixing.matrix(t).double().numpy(), x.copy()
+        for i in range(len(x)):
+            for j in range(len(x)):
+                if i != j and w[i, j]:
+                    length = np.linalg.norm(x[j] - x[i])
+                    new[i] += w[i, j] * min(1.0, radius / length) * (x[j] - x[i])
+        return new
+
+    return after
+
+
+LAWS: dict[str, tuple[Algorithm, GraphManager, Oracle]] = {
+    "clipped, ring": (ClippedGossip(1.5), RingGraph(N, peers_per_itr=2), clipped(1.5)),
+    "clipped, pairs": (ClippedGossip(2.0), DynamicBipartiteExponentialGraph(N), clipped(2.0)),
+}
+
+
+def start(seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal((N, D))
+
+
+def by_lab(algorithm: Algorithm, mixing: MixingManager, x: Array, num_rounds: int, *, overlap: bool = False) -> Array:
+    models, driver = torch.from_numpy(x.copy()), Stacked(algorithm, mixing, overlap=overlap)
+    for k in range(num_rounds):
+        driver.step(models, k)
+    driver.settle(models)
+    return models.numpy()
+
+
+def by_threads(
+    algorithm: Algorithm, graph: GraphManager, x: Array, num_rounds: int, *, dtype: torch.dtype = torch.float64
+) -> Array:
+    def body(group: dist.ProcessGroup) -> Array:
+        module = nn.Linear(x.shape[1], 1, bias=False).to(dtype)
+        with torch.no_grad():
+            module.weight.copy_(torch.from_numpy(x[group.rank()]))
+        options: dict[str, Any] = {"graph": graph, "on_nonfinite": "spread", "init_sync": False}
+        model = GossipDataParallel(module, process_group=group, algorithm=algorithm, **options)
+        for _ in range(num_rounds):
+            model(torch.ones(1, x.shape[1], dtype=dtype))
+        model.flush()
+        found = module.weight.detach()[0].double().numpy().copy()
+        model.close()
+        return found
+
+    return np.stack(run_ranks(len(x), body))
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_ranks_and_the_lab_are_the_law(name: str) -> None:
+    algorithm, graph, oracle = LAWS[name]
+    mixing, expected = MetropolisHastingsMixing(graph), start()
+    for t in range(5):
+        expected = oracle(expected, mixing, t)
+    np.testing.assert_allclose(by_lab(algorithm, mixing, start(), 5), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(by_lab(algorithm, mixing, start(), 5, overlap=True), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(by_threads(algorithm, graph, start(), 5), expected, rtol=0, atol=1e-12)
+
+
+def test_clipped_gossip_moves_a_rank_by_the_radius_of_a_far_neighbour_at_most() -> None:
+    """Rank 0 sees 1 and 30: 0 + (1 + 1) / 3. Rank 3 sees 2 and 0: 30 - (1 + 1) / 3. The others keep balanced."""
+    graph = RingGraph(4, peers_per_itr=2)
+    x = np.array([[0.0], [1.0], [2.0], [30.0]])
+    expected = [[2 / 3], [1.0], [2.0], [29 + 1 / 3]]
+    np.testing.assert_allclose(by_lab(ClippedGossip(1.0), MetropolisHastingsMixing(graph), x, 1), expected, atol=1e-12)
+    np.testing.assert_allclose(by_threads(ClippedGossip(1.0), graph, x, 1), expected, atol=1e-12)
+
+
+def test_clipped_gossip_keeps_the_mean_and_is_d_psgd_with_an_infinite_radius() -> None:
+    mixing = MetropolisHastingsMixing(RingGraph(N, peers_per_itr=2))
+    found = by_lab(ClippedGossip(0.3), mixing, start(), 9)
+    np.testing.assert_allclose(found.mean(0), start().mean(0), rtol=0, atol=1e-12)
+    plain = by_lab(DPSGD(), mixing, start(), 9)
+    np.testing.assert_allclose(by_lab(ClippedGossip(math.inf), mixing, start(), 9), plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_narrow_models_travel_as_they_are_and_are_rounded_once(name: str) -> None:
+    algorithm, graph, oracle = LAWS[name]
+    x = torch.from_numpy(start()).bfloat16().double().numpy()
+    found = by_threads(algorithm, graph, x, 1, dtype=torch.bfloat16)
+    expected = torch.from_numpy(oracle(x, MetropolisHastingsMixing(graph), 0)).bfloat16().double().numpy()
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("name", LAWS)
+def test_a_model_that_is_not_finite_is_left_out_and_named_once(
+    name: str, wrong: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 2 sends infinities or NaN: all others are finite after four rounds, and its peers name it."""
+    algorithm, graph, _ = LAWS[name]
+    x = start()
+    x[2, 3] = wrong
+    with caplog.at_level(logging.WARNING, logger="gossip_modules.nonfinite"):
+        found = by_threads(algorithm, graph, x, 4)
+    assert np.isfinite(np.delete(found, 2, axis=0)).all()
+    told = [record.getMessage() for record in caplog.records]
+    assert told
+    assert all("the model of rank 2 in round" in text for text in told)
+    assert len(told) == len({text.partition(":")[0] for text in told}), "a rank names it once"
+
+
+class Statistics(nn.Module):
+    """A weight, and a buffer that each rank has a value of its own in."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), float(rank)))
+        self.register_buffer("running", torch.full((3,), float(rank) if rank != 2 else math.nan))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", LAWS)
+def test_buffers_of_neighbours_stay_out(name: str, overlap: bool) -> None:
+    algorithm, graph, _ = LAWS[name]
+
+    def body(group: dist.ProcessGroup) -> tuple[float, float]:
+        module, rank = Statistics(group.rank()), float(group.rank())
+        options: dict[str, Any] = {"graph": graph, "on_nonfinite": "spread", "init_sync": False, "overlap": overlap}
+        model = GossipDataParallel(module, process_group=group, algorithm=algorithm, **options)
+        for _ in range(3):
+            model(torch.ones(3))
+        model.flush()
+        model.close()
+        assert isinstance(module.running, Tensor)
+        return float(module.running[0]) - rank, float(module.weight.detach()[0]) - rank
+
+    for rank, (of_buffer, of_weight) in enumerate(run_ranks(N, body)):
+        assert math.isnan(of_buffer) if rank == 2 else of_buffer == 0.0
+        assert of_weight != 0.0 or 0 < rank < N - 1, "differences to both neighbours of a ring cancel but at its ends"
+
+
+# Training with a rank that lies.
+
+LIAR, NUM_WORKERS, NUM_STEPS, LR = 3, 8, 80, 0.5
+LIES: dict[str, Callable[[Tensor], object]] = {
+    "x -5": lambda x: x.mul_(-5.0),
+    "noise": lambda x: x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)), alpha=10.0),
+    "NaN": lambda x: x.fill_(math.nan),
+}
+
+
+def lying(algorithm: Algorithm, lie: Callable[[Tensor], object]) -> Algorithm:
+    """The same algorithm, but for one rank, which sends a lie."""
+
+    class Lying(type(algorithm)):  # type: ignore[misc]
+        def round(self, v: Any, m: Any, k: int) -> Any:
+            honest = super().round(v, m, k)
+            request = next(honest)
+            if v.rank == LIAR:
+                for field in request.message.fields:
+                    lie(field)
+            reply = yield request
+            with contextlib.suppress(StopIteration):
+                honest.send(reply)
+
+    return Lying(**{field.name: getattr(algorithm, field.name) for field in fields(algorithm)})
+
+
+@lru_cache
+def digits() -> Digits:
+    return Digits(batch_size=32)
+
+
+@lru_cache
+def accuracy(algorithm: Algorithm, lie: str = "") -> float:
+    """The share of digits that the worst honest worker knows after training with all as neighbours."""
+    graph = CompleteGraph(NUM_WORKERS, peers_per_itr=NUM_WORKERS - 1)
+    chosen = lying(algorithm, LIES[lie]) if lie else algorithm
+    driver, task = Stacked(chosen, MetropolisHastingsMixing(graph)), digits()
+    x = torch.zeros(NUM_WORKERS, task.images.shape[1] * 10)
+    for k in range(NUM_STEPS):
+        driver.step(x, k)
+        images, labels = task.batches(NUM_WORKERS, k, 0)
+        w = x.view(NUM_WORKERS, -1, 10).clone().requires_grad_()
+        loss = cross_entropy((images @ w).flatten(0, 1), labels.flatten(), reduction="sum") / images.shape[1]
+        (gradient,) = torch.autograd.grad(loss, w)
+        x -= LR * gradient.flatten(1)
+    honest = [rank for rank in range(NUM_WORKERS) if rank != LIAR]
+    scores = task.images @ x.view(NUM_WORKERS, -1, 10)[honest]
+    return min(float((score.argmax(1) == task.labels).float().mean()) for score in scores)
+
+
+ROBUST = [ClippedGossip(0.05)]
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("algorithm", ROBUST, ids=repr)
+def test_training_beside_a_rank_that_lies_is_within_a_point_of_training_without(algorithm: Algorithm, lie: str) -> None:
+    plain, best = ClippedGossip(math.inf), accuracy(DPSGD())
+    assert best > 0.8
+    assert accuracy(algorithm) > best - 0.01
+    assert accuracy(algorithm, lie) > best - 0.01
+    if lie != "NaN":  # which an infinite radius leaves out, too
+        assert accuracy(plain, lie) < best - 0.05
+
+
+@pytest.mark.parametrize("radius", [0.0, -1.0, math.nan, True, "1"])
+def test_a_radius_is_a_positive_number(radius: Any) -> None:
+    with pytest.raises(ValueError, match=r"got radius=.*, expected a positive number"):
+        ClippedGossip(radius)
