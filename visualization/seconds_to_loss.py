@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pandas as pd
 
@@ -23,14 +22,13 @@ COLORS = (
 """The colour of the first name that a label begins with; others, which communicate less often, are purple."""
 
 
-def draw(table: pd.DataFrame, labels: Sequence[str], title: str, output: Path) -> Path:
-    """Draw the panels as the SVG file `output`; returns it.
+def draw(table: pd.DataFrame, labels: Sequence[str], title: str) -> Drawing:
+    """Draw the panels.
 
     Args:
         table: columns label, rate (Gbit/s), seconds (NaN: the loss is not reached) and share (of the first bar's).
         labels: of the bars, from top to bottom.
         title: above the panels.
-        output: the file.
     """
     rates = sorted(table["rate"].unique())
     panel = 34 + PITCH * len(labels)
@@ -56,8 +54,7 @@ def draw(table: pd.DataFrame, labels: Sequence[str], title: str, output: Path) -
                 size=LETTER,
                 anchor="start",
             )
-    output.write_text(drawing.svg(), encoding="utf-8")
-    return output
+    return drawing
 
 
 def color_of(label: str) -> str:

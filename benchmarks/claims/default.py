@@ -1,4 +1,4 @@
-"""Claims about loss and time of the methods that a page advises first, beside DDP."""
+"""Claims about the seconds until an equal loss of the methods that a page advises first, beside DDP."""
 
 from __future__ import annotations
 
@@ -7,64 +7,92 @@ from collections.abc import Mapping
 import pandas as pd
 
 from benchmarks.claims.base import Claim
-from benchmarks.claims.tuned import best
-from visualization.loss_against_time import LINES, NUM_STEPS
+from benchmarks.claims.equal_loss import DDP, FILES, LINES, STEPS, WORKERS, equal_loss, target
+from benchmarks.studies.ends import gaps
 
 ROWS = (
-    "DDP, AdamW",
-    "DDP with fp16 hook, AdamW",
-    "SGP, GossipAdamW",
-    "Overlap SGP, GossipAdamW",
-    "local SGD with period 4, GossipAdamW",
+    "DDP",
+    "DDP, fp16 hook",
+    "SGP, bfloat16",
+    "SGP, momentum mixed too, bfloat16",
+    "Overlap SGP, bfloat16",
+    "Overlap SGP, momentum mixed too, bfloat16",
+    "Local SGD, H = 10",
+    "DiLoCo, H = 30",
 )
 """The labels of `LINES` that the table shows."""
+RATES = (10.0, 1.0, 0.1)
 
 
-def losses(gap: pd.DataFrame) -> pd.DataFrame:
-    """Return the test losses of the language model after 320 steps at the tuned rate, by change."""
-    return best(gap[(gap["task"] == "language") & (gap["steps"] == NUM_STEPS)]).set_index("change")
+def seconds(language: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
+    """Return `equal_loss` by label and rate."""
+    return equal_loss(language, cells).set_index(["label", "rate"])
 
 
-def times(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return the milliseconds of a step, the median over runs, by method and Gbit/s of the links."""
-    cells = cells[cells["error"].isna()].astype({"fleet_step_ms": float})
-    return cells.groupby(["method", "rate_gbit"])["fleet_step_ms"].median().unstack()
-
-
-def result(gap: pd.DataFrame, cells: pd.DataFrame) -> str:
-    """Return a table: the test loss of each method, and the seconds of its steps at each speed of the links."""
-    ends, seconds = losses(gap), times(cells) * NUM_STEPS / 1e3
-    rates = sorted(seconds, reverse=True)
+def result(language: pd.DataFrame, cells: pd.DataFrame) -> str:
+    """Return a table: the loss of each method after equal steps, and the seconds until the loss that most reach."""
+    losses = gaps(language, LINES["DDP"].curve, STEPS)
+    losses = losses[losses["workers"] == WORKERS].set_index("method")["test"]
+    found = seconds(language, cells)
     lines = [
-        f"| method | test loss, three seeds | {' | '.join(f'{rate:g} Gbit/s' for rate in rates)} |",
-        "|---|---|" + "---:|" * len(rates),
+        f"| method | test loss after {STEPS:,} steps | {' | '.join(f'{rate:g} Gbit/s' for rate in RATES)} |",
+        "|---|---:|" + "---:|" * len(RATES),
     ]
     for label in ROWS:
-        change, method = LINES[label]
-        own = ends.loc[change]
-        assert own["seeds"] == 3
-        loss = f"{own['mean']:.2f} ({own['lowest']:.2f} to {own['highest']:.2f})"
-        name = label.replace(" with period 4", ", an average every 4 steps").replace("local", "Local")
-        lines.append(f"| {name} | {loss} | {' | '.join(f'{seconds.loc[method, rate]:.0f} s' for rate in rates)} |")
+        own = [found.loc[(label, rate), "seconds"] for rate in RATES]
+        cells_of = [f"{x:,.0f} s" if x == x else "not reached" for x in own]
+        lines.append(f"| {label} | {losses[LINES[label].curve]:.3f} | {' | '.join(cells_of)} |")
     return "\n".join(lines)
 
 
-def step(method: str, rate: float) -> Claim:
+def fastest(language: pd.DataFrame, cells: pd.DataFrame) -> str:
+    """Return a sentence: the method with the fewest seconds at each speed of the links, and its share of DDP's."""
+    found = equal_loss(language, cells).dropna(subset="seconds")
+    texts = []
+    for rate in RATES:
+        own = found[found["rate"] == rate].sort_values("seconds")
+        first, ours = own.iloc[0], own[~own["label"].isin(DDP)].iloc[0]
+        text = f"{first['label']} is first at {rate:g} Gbit/s"
+        if first["label"] in DDP:
+            text += f", and {ours['label']} takes {ours['share']:.2f} of its seconds"
+        else:
+            text += f", with {first['share']:.2f} of the seconds of the fastest DDP"
+        texts.append(text)
+    return f"{'; '.join(texts)}."
+
+
+def step(label: str, rate: float) -> Claim:
     """Return the claim about the milliseconds of a step."""
-    where = f"method {method}, rate_gbit {rate:g}: the median of fleet_step_ms; one run, by SGD"
-    return Claim(("default_cells.csv",), where, lambda cells: times(cells).loc[method, rate], "{:.0f} ms")
+    where = f"method {LINES[label].cell}, rate_gbit {rate / 4:g}: the median over repeats of fleet_step_ms, over 4"
+    return Claim(FILES, where, lambda *rows: seconds(*rows).loc[(label, rate), "ms"], "{:.0f} ms")
 
 
+STEPS_SAID = {
+    "ms_ddp": "DDP",
+    "ms_ddp_fp16": "DDP, fp16 hook",
+    "ms_sgp": "SGP, bfloat16",
+    "ms_osgp": "Overlap SGP, bfloat16",
+}
+"""The labels whose steps at 1 Gbit/s pages say, by the names of the claims."""
 DEFAULT: Mapping[str, Claim] = {
     "result": Claim(
-        ("gap.csv", "default_cells.csv"),
-        "loss: task language, 320 steps, the mean, lowest and highest test of three seeds at the tuned rate; "
-        "seconds: the median of fleet_step_ms times 320, at equal steps",
+        FILES,
+        f"loss: {WORKERS} workers, {STEPS:,} steps, the mean test over seeds at the tuned rate; seconds: at an equal "
+        "validation loss, the steps of a training of its own length times the median of fleet_step_ms",
         result,
     ),
-    **{
-        f"{method}_{name}": step(method.replace("_", "-"), rate)
-        for method in ("ddp", "ddp_fp16", "sgp", "osgp")
-        for name, rate in (("1", 1.0),)
-    },
+    "fastest": Claim(
+        FILES,
+        "the fewest seconds at each speed of the links, as in result, with the share of the fastest of DDP with and "
+        "without a hook",
+        fastest,
+    ),
+    "target": Claim(
+        FILES[:1],
+        f"{WORKERS} workers, {STEPS:,} steps: the highest mean validation loss of the compared methods",
+        target,
+        "{:.3f}",
+    ),
+    **{name: step(label, 1.0) for name, label in STEPS_SAID.items()},
 }
+"""Claims about times and losses of eight workers."""

@@ -7,8 +7,8 @@ methods end after `STEPS` steps.
 [Note: a training of its own length] The learning rate of a training falls to zero at its end, and the loss falls
 fastest there. So the first step at which the curve of `STEPS` steps is at the target is no fair count: with a lower
 rate a curve is lower in the middle, and not at the end. A training that is planned to end at the target is compared
-instead. Its steps are between the lengths of two trainings that have ended, each at its best rate. Between them the
-last loss is linear in the logarithm of the steps.
+instead. Its steps are between the lengths of two trainings that have ended, at the best rate of `STEPS` steps. Between
+them the last loss is linear in the logarithm of the steps.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ LINES: Mapping[str, Line] = {
     "SGP, bfloat16": Line("SGP, bfloat16, GossipAdamW", "sgp-bf16", is_compared=True),
     "Overlap SGP": Line("Overlap SGP, GossipAdamW", "osgp", is_compared=True),
     "Overlap SGP, bfloat16": Line("Overlap SGP, bfloat16, GossipAdamW", "osgp-bf16", is_compared=True),
+    "SGP, momentum mixed too": Line("SGP, momentum mixed too, GossipAdamW", "sgp-mixed", is_compared=True),
+    "SGP, momentum mixed too, bfloat16": Line(
+        "SGP, bfloat16, momentum mixed too, GossipAdamW", "sgp-bf16-mixed", is_compared=True
+    ),
+    "Overlap SGP, momentum mixed too, bfloat16": Line(
+        "Overlap SGP, bfloat16, momentum mixed too, GossipAdamW", "osgp-bf16-mixed", is_compared=True
+    ),
     "SGP, auto": Line("", "auto"),
     "SGP, two peers": Line("SGP, 2 peers, GossipAdamW", "sgp-2peers"),
     "SGP, each 8th round exact": Line("SGP, each 8th round exact, GossipAdamW", "sgp-exact"),
@@ -90,7 +97,7 @@ def first_step(curve: pd.Series, target: float) -> float:
 
 
 def own_length(ends: pd.Series, target: float) -> float:
-    """Return the steps of a training that ends at the target; NaN if it has more steps than the longest one.
+    """Return the steps of a training that ends at the target; NaN if the shortest one ends below it, or all above it.
 
     Args:
         ends: the losses at the end of trainings by their steps, ascending; see [Note: a training of its own length].
@@ -99,6 +106,8 @@ def own_length(ends: pd.Series, target: float) -> float:
     >>> round(own_length(pd.Series({30: 4.0, 300: 3.0, 3000: 2.0}), 2.5))
     949
     """
+    if ends.iloc[0] < target:
+        return math.nan
     return math.exp(first_step(ends.set_axis(np.log(ends.index.to_numpy(float))), target))
 
 
@@ -151,19 +160,26 @@ def ends(language: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_times(cells: pd.DataFrame, hosts: int = WORKERS) -> pd.DataFrame:
-    """Return the milliseconds of a step of all ranks together, over repeats.
+    """Return the milliseconds of a step of all ranks together, over repeats; see [Note: slowed time].
+
+    [Note: slowed time] Emulated hosts share the cores of one machine, so that a host has a share cores / hosts of one.
+    The cluster is therefore slowed by s = hosts / cores: computation is waited s times as long, and links have an s-th
+    of their speed. The times of a step divided by s are those of hosts that have a core each.
 
     Returns:
-        median, low, high and repeats, by method and rate_gbit.
+        median, low, high and repeats, by method and rate_gbit, the speed of the links that are not slowed.
     """
     own = cells[(cells["hosts"] == hosts) & cells["error"].isna()].astype({"fleet_step_ms": float})
+    slowed = own["hosts"] / own["cores"]
+    own = own.assign(fleet_step_ms=own["fleet_step_ms"] / slowed, rate_gbit=(own["rate_gbit"] * slowed).round(6))
     each = own.groupby(["method", "rate_gbit", "repeat"])["fleet_step_ms"].first()
     return each.groupby(["method", "rate_gbit"]).agg(median="median", low="min", high="max", repeats="size")
 
 
 def chosen(cells: pd.DataFrame, rate: float) -> str:
     """Return the label of the settings that the row `auto` has chosen at a rate, in most of its repeats."""
-    own = cells[(cells["method"] == "auto") & (cells["rate_gbit"] == rate) & cells["error"].isna()]
+    slowed = cells["hosts"] / cells["cores"]
+    own = cells[(cells["method"] == "auto") & np.isclose(cells["rate_gbit"] * slowed, rate) & cells["error"].isna()]
     is_late = own["is_hidden"].astype(bool).mean() > 0.5
     num_bytes = (own["bytes_per_step"].astype(float) / own["num_parameters"].astype(float)).median()
     return f"{'Overlap SGP' if is_late else 'SGP'}{', bfloat16' if num_bytes < 3 else ''}"
@@ -174,7 +190,7 @@ def equal_loss(language: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         label, rate (Gbit/s), ms, first (the first step at which the curve is at the target), steps, seconds, and share
-        (of the seconds of the fastest DDP), the last four NaN if the method does not reach the target.
+        (of the seconds of the fastest DDP), the last four NaN if no trainings of the method end on both sides of it.
     """
     found, goal, rows = curves(language), target(language), []
     last, times = lengths(language), step_times(cells)

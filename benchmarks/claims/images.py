@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pandas as pd
 
 from benchmarks.claims.base import Claim
-from benchmarks.claims.tuned import best
 from benchmarks.record import RESULTS
 from benchmarks.studies.ends import trainings
 
@@ -24,19 +23,18 @@ class ImageStudy:
         page: the name of its page and of its CSV file.
         model: the model.
         optimizer: the optimizer, each with momentum 0.9.
-        batch_size: the images of a worker in a step; 0: rows have a column `batch`.
+        batch_size: the images of a worker in a step.
     """
 
     page: str
     model: str
     optimizer: str
-    batch_size: int = 0
+    batch_size: int
 
 
 IMAGE_STUDIES = (
     ImageStudy("worker_numbers", "two layers, BatchNorm", "SGD, Nesterov", 8),
     ImageStudy("accuracy_bytes", "two layers", "SGD, Nesterov", 8),
-    ImageStudy("gap", "three convolutions", "SGD"),
     ImageStudy("resnet", "ResNet-20, BatchNorm", "SGD, untuned", 16),
 )
 """The studies, in the order of the table."""
@@ -49,16 +47,7 @@ def trained(study: ImageStudy, rows: pd.DataFrame) -> pd.DataFrame:
         study: the study.
         rows: of its CSV file.
     """
-    if study.page != "gap":
-        return trainings(rows).assign(batch=study.batch_size)
-    rows = rows[rows["task"] == "images"]
-    found = []
-    for _, own in rows.groupby(["workers", "steps"]):
-        rates = best(own)[["change", "batch", "rate"]]
-        found.append(own.drop(columns="seed").merge(rates, on=["change", "batch", "rate"]))
-    every = pd.concat(found).rename(columns={"run_seed": "seed"})
-    names = every["change"].str.partition(", batches of ")[0]
-    return every.assign(accuracy=100 - every["test"], method=names)
+    return trainings(rows).assign(batch=study.batch_size)
 
 
 def gaps(last: pd.DataFrame) -> pd.DataFrame:
@@ -90,7 +79,7 @@ def with_spread(row: pd.Series) -> str:
     return points(row["gap"]) + (spread if row["seeds"] > 1 else "")
 
 
-SHOWN = ("SGP", "SGP, 2 peers", "Overlap SGP")
+SHOWN = ("SGP", "SGP, 2 peers", "Overlap SGP", "SGP, momentum mixed too")
 """The methods of the table."""
 
 
@@ -158,7 +147,7 @@ def distances(rows: pd.DataFrame) -> str:
 
 
 IMAGES: Mapping[str, Claim] = {
-    **{f"sgp_{workers}": sgp(workers) for workers in (8, 16, 25, 32)},
+    **{f"sgp_{workers}": sgp(workers) for workers in (8, 16, 32)},
     "distance": Claim(
         ("worker_numbers.csv",),
         "SGP at tuned rates: the largest consensus distance at an evaluation of a run, the mean over seeds",

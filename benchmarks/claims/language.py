@@ -1,112 +1,118 @@
-"""Claims about the loss of the small language model, from gap.csv; each reads the rows of `losses`."""
+"""Claims about the loss of the small language model by gossip, with 8 to 64 workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pandas as pd
 
 from benchmarks.claims.base import Claim
-from benchmarks.claims.default import losses, times
 from benchmarks.studies.ends import gaps
 
-CSV = ("gap.csv",)
-WHERE = "task language, 320 steps, 8 workers, the mean test of three seeds at the tuned rate"
-REDUCED, SGP, OVERLAP = "all-reduce", "SGP, GossipAdamW", "Overlap SGP, GossipAdamW"
-MIXED = "SGP, momentum mixed too, GossipAdamW"
-NUMBERS = ("none", "one", "two", "three")
+CSV = ("language.csv",)
+STEPS = 3000
+BASE, SGP, MIXED = "all-reduce, AdamW", "SGP, GossipAdamW", "SGP, momentum mixed too, GossipAdamW"
+NAMES: Mapping[str, str] = {
+    "sgp": SGP,
+    "mixed": MIXED,
+    "two_mixed": "SGP, 2 peers, momentum mixed too, GossipAdamW",
+    "osgp": "Overlap SGP, GossipAdamW",
+    "local": "local SGD, H = 10, GossipAdamW",
+    "diloco": "DiLoCo, H = 30, GossipAdamW",
+    "sgp_adamw": "SGP, AdamW",
+}
+"""By the beginning of the name of a claim."""
 
 
-def mean(change: str) -> Claim:
-    """Return the claim about the mean loss of a change."""
-    return Claim(CSV, f"{WHERE}: {change}", lambda gap: losses(gap).loc[change, "mean"], "{:.3f}")
+def at_equal_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return `gaps` after `STEPS` steps."""
+    return gaps(rows, BASE, STEPS)
 
 
-def above(change: str, base: str = REDUCED, form: str = "{:.2f} nats") -> Claim:
-    """Return the claim about the distance between the mean losses of two changes."""
-
-    def query(gap: pd.DataFrame) -> float:
-        found = losses(gap)["mean"]
-        assert found[change] > found[base], f"{change} is better than {base}: the words of the page do not hold"
-        return float(found[change] - found[base])
-
-    return Claim(CSV, f"{WHERE}: {change} less {base}, at equal steps", query, form)
+def mean_test(method: str, workers: int) -> Claim:
+    """Return the claim about the mean test loss of a method."""
+    where = f"{workers} workers, {STEPS:,} steps, no tuning rows: the mean test of the seeds of {method}"
+    return Claim(CSV, where, lambda rows: _of(rows, method, workers)["test"], "{:.3f}")
 
 
-def beside_seeds(gap: pd.DataFrame) -> str:
-    """Return in words how the mean of SGP lies beside the seeds of all-reduce."""
-    rows = gap[(gap["task"] == "language") & (gap["steps"] == 320) & (gap["change"] == REDUCED)]
-    found = losses(gap)
-    seeds = rows[rows["rate"] == found.loc[REDUCED, "rate"]]["test"]
-    count = int((seeds < found.loc[SGP, "mean"]).sum())
-    return f"{NUMBERS[count]} of its {NUMBERS[len(seeds)]} seeds"
+def above(method: str, workers: int) -> Claim:
+    """Return the claim about the distance of a method from all-reduce, with its sign."""
+    where = f"{workers} workers, {STEPS:,} steps, no tuning rows: test of {method} less that of {BASE} with equal seeds"
+    return Claim(CSV, f"{where}, the mean", lambda rows: _of(rows, method, workers)["beyond"], "{:.3f}")
 
 
-def share(of: Callable[[pd.DataFrame], pd.Series]) -> Callable[[pd.DataFrame], float]:
-    """Return the query for the percentage of the gap of SGP with AdamW that second moments make."""
-
-    def query(gap: pd.DataFrame) -> float:
-        found = of(gap)
-        plain, exact = found["SGP"], found["SGP, second moments of the mean gradient"]
-        return float(100 * (plain - exact) / (plain - found[REDUCED]))
-
-    return query
+def moments(rows: pd.DataFrame) -> float:
+    """Return the percentage of the distance of SGP with AdamW that GossipAdamW takes away, with 8 workers."""
+    plain, own = (_of(rows, NAMES[name], 8)["beyond"] for name in ("sgp_adamw", "sgp"))
+    return float(100 * (plain - own) / plain)
 
 
-def at_one_rate(gap: pd.DataFrame) -> pd.Series:
-    """Return the losses of the first seed at the rate 0.004, by change."""
-    own = gap[(gap["task"] == "language") & (gap["steps"] == 320) & (gap["rate"] == 0.004) & (gap["run_seed"] == 1)]
-    return own.drop_duplicates("change").set_index("change")["test"]
+def _of(rows: pd.DataFrame, method: str, workers: int) -> pd.Series:
+    return at_equal_steps(rows).set_index(["method", "workers"]).loc[(method, workers)]
 
 
-def long(method: str, workers: int) -> Claim:
-    """Return the claim about the distance of a method from all-reduce after 3,000 steps."""
+SHOWN: Mapping[str, str] = {
+    "mixed": "SGP, mixed moments",
+    "two_mixed": "two peers, mixed moments",
+    "sgp": "SGP",
+    "osgp": "Overlap SGP",
+    "local": "Local SGD, H = 10",
+    "diloco": "DiLoCo, H = 30",
+}
+"""The columns of `by_workers`, by the names of `NAMES`."""
+
+
+def by_workers(rows: pd.DataFrame) -> str:
+    """Return a table of the distances from all-reduce, a row for each number of workers."""
+    found = at_equal_steps(rows).set_index(["workers", "method"])
+    lines = [f"| workers | {' | '.join(SHOWN.values())} |", "|---:|" + "---:|" * len(SHOWN)]
+    for workers in found.index.unique("workers"):
+        own = found.loc[workers]["beyond"]
+        cells = (f"{own[NAMES[name]]:+.3f}" if NAMES[name] in own else "" for name in SHOWN)
+        lines.append(f"| {workers} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+SEARCHED: Mapping[str, str] = {
+    "sgp": SGP,
+    "mixed": MIXED,
+    "two": "SGP, 2 peers, GossipAdamW",
+    "two_mixed": "SGP, 2 peers, momentum mixed too, GossipAdamW",
+    "exact": "exact average in each step, GossipAdamW",
+}
+"""Methods of the search, by the end of the name of a claim."""
+
+
+def search(method: str) -> Claim:
+    """Return the claim about the distance of a method from all-reduce in the search."""
 
     def query(rows: pd.DataFrame) -> float:
-        found = gaps(rows, "all-reduce, AdamW").set_index(["method", "workers"])
-        return float(found.loc[(method, workers), "beyond"])
+        found = gaps(rows, BASE, int(rows["steps"].max())).set_index("method")
+        return float(found.loc[method, "beyond"])
 
-    where = f"{workers} workers, 3,000 steps, no tuning rows, the mean of the seeds of {method} less all-reduce, test"
-    return Claim(("language.csv",), where, query, "{:.3f}")
+    where = f"64 workers, 600 steps, one rate: test of {method} less that of {BASE}, one seed"
+    return Claim(("language_search.csv",), where, query, "{:.3f}")
 
 
+SAID = (
+    *(("mixed", workers) for workers in (8, 16, 64)),
+    *((name, 8) for name in ("sgp", "osgp", "local", "diloco", "sgp_adamw")),
+)
+"""The names and the numbers of workers of the distances that pages say."""
 LANGUAGE: Mapping[str, Claim] = {
-    "long_sgp": long(SGP, 8),
-    "long_mixed": long(MIXED, 8),
-    "long_mixed_64": long(MIXED, 64),
-    "reduced": mean(REDUCED),
-    "reduced_seeds": Claim(
+    "by_workers": Claim(
         CSV,
-        "task language, 320 steps, all-reduce at the tuned rate: the lowest and the highest test of three seeds",
-        lambda gap: "from {lowest:.3f} to {highest:.3f}".format(**losses(gap).loc[REDUCED]),
+        f"{STEPS:,} steps, no tuning rows: test of each method less that of {BASE}, equal workers and seeds, the mean",
+        by_workers,
     ),
-    "sgp": mean(SGP),
-    "sgp_adamw": mean("SGP"),
-    "two_peers": mean("SGP, 2 peers, GossipAdamW"),
-    "local_4": mean("local SGD, 4, GossipAdamW"),
-    "local_16": mean("local SGD, 16, GossipAdamW"),
-    "sgp_gap": above(SGP),
-    "osgp_gap": above(OVERLAP, form="{:.2f}"),
-    "late": above(OVERLAP, SGP, "{:.3f}"),
-    "beside_seeds": Claim(
-        CSV, f"{WHERE}: SGP, GossipAdamW, and the seeds of all-reduce whose test is lower than this mean", beside_seeds
-    ),
+    "reduced_8": mean_test(BASE, 8),
+    **{f"{name}_{workers}": above(NAMES[name], workers) for name, workers in SAID},
+    **{f"search_{name}": search(method) for name, method in SEARCHED.items()},
     "moments": Claim(
         CSV,
-        f"{WHERE}: (SGP - SGP with the second moments of the mean gradient) / (SGP - all-reduce), of the tuned gap",
-        share(lambda gap: losses(gap)["mean"]),
+        f"8 workers, {STEPS:,} steps: (SGP, AdamW - SGP, GossipAdamW) / (SGP, AdamW - all-reduce), mean test of seeds",
+        moments,
         "{:.0f} %",
-    ),
-    "moments_untuned": Claim(
-        CSV,
-        "the share of moments at the rate 0.004 with the first seed: an untuned gap",
-        share(at_one_rate),
-        "{:.0f} %",
-    ),
-    "osgp_share": Claim(
-        ("default_cells.csv",),
-        "rate_gbit 10: the median of fleet_step_ms of osgp over that of ddp, at equal steps; one run",
-        lambda cells: times(cells).loc["osgp", 10.0] / times(cells).loc["ddp", 10.0],
-        "{:.2f}",
     ),
 }
+"""A name of `NAMES` with a number of workers has the nats of the test split above all-reduce."""

@@ -32,6 +32,7 @@ class ShownStudy:
         is_error: whether the rows have 100 less the score.
         base: the method that others are compared with.
         page: the page of docs/benchmarks/; "": the one of the name of the file.
+        steps: of the trainings that are shown; 0: all are.
     """
 
     task: str
@@ -41,6 +42,7 @@ class ShownStudy:
     is_error: bool = False
     base: str = "all-reduce"
     page: str = ""
+    steps: int = 0
 
 
 POINTS, BLEU, NATS = ("%", "points"), ("BLEU", "BLEU"), ("nats", "nats")
@@ -58,7 +60,7 @@ SOURCES: Mapping[str, ShownStudy] = {
     ),
     "matcha_time": ShownStudy("drawn digits", "SGD", POINTS, ".1f", is_error=True, base=ALL_LINKS),
     "translation": ShownStudy("Multi30k", "Adam", BLEU, ".1f", is_error=True),
-    "language": ShownStudy("language model, 3,000 steps", "AdamW", NATS, ".3f", page="gap"),
+    "language": ShownStudy("language model, 3,000 steps", "AdamW", NATS, ".3f", steps=3000),
     "outer_language": ShownStudy("language model", "AdamW", NATS, ".3f"),
     "outer_long": ShownStudy("language model, long", "AdamW", NATS, ".3f"),
     "many_workers": ShownStudy("language model, short", "AdamW", NATS, ".3f", page="lab"),
@@ -152,6 +154,7 @@ def ends(name: str, rows: pd.DataFrame) -> pd.DataFrame:
     """
     source = SOURCES[name]
     last = trainings(rows)
+    last = last[last["steps"] == source.steps] if source.steps else last
     parts = pd.DataFrame([_parts(name) for name in last["method"]], index=last.index)
     last = last.assign(split=parts[0], setting=parts[1], optimizer=parts[2].replace("", source.optimizer))
     last["score"] = 100 - last["test"] if source.is_error else last["test"]

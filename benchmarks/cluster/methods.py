@@ -70,6 +70,18 @@ def _periodic(**options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
     )
 
 
+def _mixed(**options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
+    """`GossipDataParallel` whose rounds mix the first moments of the optimizer too."""
+
+    def make(model: nn.Module, place: Place) -> PlainLoop:
+        momentum = gm.MixedMomentum(model)
+        loop = _ours(gm.GossipDataParallel, **options)(model, place)
+        momentum.of(loop.optimizer)
+        return loop
+
+    return make
+
+
 def _dpwa(model: nn.Module, place: Place) -> PlainLoop:
     workers = {f"worker{rank}": f"tcp://{address}:{place.port}" for rank, address in enumerate(place.addresses)}
     wrap = partial(gm.PairwiseDataParallel, name=f"worker{place.rank}", peers=workers, timeout=place.timeout)
@@ -103,6 +115,11 @@ OURS: Mapping[str, ClusterMethod] = {
     ),
     "sgp-bf16": ClusterMethod("SGP, bfloat16 on the wire", _gossip(wire_dtype=torch.bfloat16)),
     "osgp-bf16": ClusterMethod("OSGP, bfloat16 on the wire", _gossip(overlap=True, wire_dtype=torch.bfloat16)),
+    "sgp-mixed": ClusterMethod("SGP, momentum mixed too", _mixed()),
+    "sgp-bf16-mixed": ClusterMethod("SGP, momentum mixed too, bfloat16 on the wire", _mixed(wire_dtype=torch.bfloat16)),
+    "osgp-bf16-mixed": ClusterMethod(
+        "OSGP, momentum mixed too, bfloat16 on the wire", _mixed(overlap=True, wire_dtype=torch.bfloat16)
+    ),
     "dpsgd-ring": ClusterMethod("D-PSGD, ring", _pairs(graph=undirected_ring)),
     "dpsgd": ClusterMethod("D-PSGD, pairs", _pairs(graph=gm.graph_manager.DynamicBipartiteExponentialGraph)),
     "dpsgd-overlap": ClusterMethod(

@@ -23,12 +23,12 @@ from benchmarks.claims.registry import filled
 from benchmarks.pages.age import REVIEW, aged, reviewed_at
 from benchmarks.pages.algorithms import ALGORITHMS
 from benchmarks.pages.base import QUESTIONS, Page
-from benchmarks.pages.gap import GAP
+from benchmarks.pages.default import DEFAULT, picture
 from benchmarks.pages.graph_studies import GRAPH_STUDIES
 from benchmarks.pages.hosts import HOSTS
 from benchmarks.pages.lab_studies import lab_page
 from benchmarks.pages.mailbox import MAILBOX
-from benchmarks.pages.markdown import NOT_IN_HISTORY, fold, remarks, sources, table
+from benchmarks.pages.markdown import fold, names_data, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
 from benchmarks.pages.pictures import pictures
 from benchmarks.pages.published import reproduction_page
@@ -40,11 +40,11 @@ from benchmarks.pages.wire import WIRE
 from benchmarks.record import DTYPES, RESULTS, ROOT
 from benchmarks.sections import SECTIONS, address
 
-__all__ = ["NOT_IN_HISTORY", "PAGES", "main", "page", "stale", "table"]
+__all__ = ["PAGES", "main", "page", "stale", "table"]
 
 EVERY: Mapping[str, Page] = {
     **STUDIES,
-    **GAP,
+    **DEFAULT,
     **TRAINING,
     **WIRE,
     **RECORDS,
@@ -102,8 +102,10 @@ def _part(own: Page) -> str:
 
 
 def _remarks(own: Page, rows: pd.DataFrame) -> list[str]:
+    """The remarks that the rows have no hash of their data, and that the measured code has later commits."""
+    hashed = [] if names_data(rows) else ["The rows have no hash of the data."]
     age = aged(own, rows)
-    return [*remarks(rows, own.script), *([age] if age else [])]
+    return [*hashed, *([age] if age else [])]
 
 
 def _read(csv: str) -> pd.DataFrame:
@@ -128,9 +130,10 @@ def index() -> str:
 
 
 def texts() -> dict[Path, str]:
-    """All pages, by their file."""
+    """All pages, and the picture of seconds to an equal loss, by their file."""
     own = {DOCS / "index.md": index(), DOCS / "reproduction.md": reproduction_page()}
-    return {**own, **{DOCS / f"{name}.md": page(name) for name in PAGES}}
+    pictures = {DOCS.parent / "assets" / "default.svg": picture()}
+    return {**own, **pictures, **{DOCS / f"{name}.md": page(name) for name in PAGES}}
 
 
 def stale() -> list[Path]:

@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.pages.base import Page
-from benchmarks.pages.markdown import NOT_IN_HISTORY
 from benchmarks.record import RESULTS, ROOT
 
 REVIEW = Path(__file__).with_name("review.json")
@@ -40,9 +39,8 @@ def reviewed_at(head: str, pages: Iterable[Page]) -> dict[str, Any]:
     for page in pages:
         for own in page.measurements():
             for commit in _commits(pd.read_csv(RESULTS / own.csv, dtype=str)):
-                if commit not in NOT_IN_HISTORY:
-                    count = int(_git("rev-list", "--count", f"{commit}..{head}", "--", *own.measures))
-                    later.update({_key(commit, own): count} if count else {})
+                count = int(_git("rev-list", "--count", f"{commit}..{head}", "--", *own.measures))
+                later.update({_key(commit, own): count} if count else {})
     return {"commit": head, "date": date, "later": dict(sorted(later.items()))}
 
 

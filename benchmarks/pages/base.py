@@ -33,7 +33,6 @@ class Page:
         render: writes all rows where they are no plain table.
         also: names of other files there that it reads.
         measures: the files and folders of the library that the figures depend on.
-        script: of a finished study, which is not in the tree any more: a commit that has the script, a colon, its path.
         summary: writes a short table or a picture.
         setup: how it was measured, and what the columns mean.
         parts: related measurements, each folded, with commands of its own.
@@ -49,7 +48,6 @@ class Page:
     render: Callable[[pd.DataFrame], str] | None = None
     also: tuple[str, ...] = ()
     measures: tuple[str, ...] = ("gossip_modules",)
-    script: str = ""
     summary: Callable[[pd.DataFrame], str] | None = None
     setup: str = ""
     parts: tuple[Page, ...] = ()

@@ -8,10 +8,7 @@ import pandas as pd
 
 from benchmarks.tables import grid, table
 
-__all__ = ["fold", "grid", "names_data", "remarks", "sources", "table"]
-
-NOT_IN_HISTORY: frozenset[str] = frozenset()
-"""Commits that rows name, of branches that were rebased."""
+__all__ = ["fold", "grid", "names_data", "sources", "table"]
 
 SHOWN = 2
 """Commands of a page that are shown; more than these are folded."""
@@ -34,18 +31,6 @@ def sources(rows: pd.DataFrame) -> str:
         entries.append(f"```sh\n{command}\n```\n\n{made}")
     text = "\n\n".join(entries)
     return text if len(entries) <= SHOWN else fold(f"{len(entries)} commands, with commits and machines", text)
-
-
-def remarks(rows: pd.DataFrame, script: str) -> list[str]:
-    """What a reader cannot repeat as it is written there: the script, the commit, the data."""
-    found = []
-    if script:
-        found.append(f"The study is finished. `git show {script}` prints its script.")
-    if lost := sorted(NOT_IN_HISTORY & {commit.rstrip("+") for commit in rows["commit"]}):
-        found.append(f"The history was rebased after {' and '.join(lost)}: the repository does not have such a commit.")
-    if not names_data(rows):
-        found.append("The rows have no hash of the data.")
-    return [" ".join(found)] if found else []
 
 
 def names_data(rows: pd.DataFrame) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from benchmarks.pages.markdown import fold
 from benchmarks.pages.pictures import pictures
 from benchmarks.pages.reproduction import HEADLINES, NOT_REPRODUCED
 from benchmarks.pages.studies import REPRODUCED
-from benchmarks.record import RESULTS, ROOT, rows_of
+from benchmarks.record import RESULTS, rows_of
 from benchmarks.sections import address
 from gossip_modules.methods import METHODS
 
@@ -65,10 +64,6 @@ SECTIONS: Sequence[Section] = (
     Section("A2CiD2", ("A2CiD2",), "a2cid2", ("exchanges",)),
 )
 """In the order of the page."""
-SCRIPTS: Mapping[str, str] = {
-    "benchmarks.simulator": "cb643b0e",
-}
-"""A commit that has the module of a command, if the tree has it no more."""
 
 
 def headlines() -> list[Headline]:
@@ -163,29 +158,10 @@ def _section(section: Section, rows: Sequence[Row]) -> Iterator[str]:
     yield from pictures(section.pictures)
 
 
-def script_of(command: str) -> str:
-    """Return the commit that has the module of a command; "": the tree has it.
-
-    >>> script_of("python -m benchmarks.studies matcha_rho"), script_of("python -m benchmarks.simulator")
-    ('', 'cb643b0e')
-    """
-    found = re.match(r"python (?:-m (\S+)|(\S+)\.py)", command)
-    assert found, f"got {command!r}, expected a command of python"
-    module = found[1] or found[2].replace("/", ".")
-    path = ROOT / module.replace(".", "/")
-    return "" if path.is_dir() or path.with_suffix(".py").exists() else SCRIPTS[module]
-
-
 def _commands() -> Iterator[str]:
     """Yield for each file the commands of its rows, folded."""
     for csv in dict.fromkeys(csv for each in headlines() for csv in each.csvs):
         rows = rows_of(csv)
         days = " to ".join(dict.fromkeys((rows["date"].min()[:10], rows["date"].max()[:10])))
-        commands = list(dict.fromkeys(rows["command"]))
-        lines = [
-            f"git worktree add ../at-{commit} {commit} && cd ../at-{commit}  # the script is not in the tree any more"
-            for commit in dict.fromkeys(map(script_of, commands))
-            if commit
-        ]
-        text = "\n".join([*lines, *commands])
+        text = "\n".join(dict.fromkeys(rows["command"]))
         yield fold(f"benchmarks/results/{csv}, {days}", f"```sh\n{text}\n```")

@@ -150,7 +150,7 @@ NOT_REPRODUCED: Sequence[tuple[str, str, str]] = (
     (
         "SGP: WMT'16 English-German with a large transformer, batches of 400,000 tokens",
         "The data set and eight nodes with eight GPUs each are not available. The published curves have no table.",
-        "[a language model of bytes](gap.md), with Adam and SGP; [Multi30k](translation.md)",
+        "[a language model of bytes](language.md), with Adam and SGP; [Multi30k](translation.md)",
     ),
     (
         "SGP: scaling efficiency of 88.6 % from 4 to 32 nodes at 10 Gbit/s",

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="the CSV file of the rows; required")
     parser.add_argument("--minutes", type=float, default=math.inf, help="the time after which no training begins")
     parser.add_argument("--workers", type=int, nargs="*", help="train these numbers of workers only")
+    parser.add_argument("--methods", nargs="*", help="train by these methods only, by their names in the rows")
     parser.add_argument("--quick", action="store_true", help="train each method for a few steps, to see that it runs")
     parser.add_argument("--device", default="cpu", help="the device of the models, such as cuda; resnet only")
     options = parser.parse_args(argv)
@@ -74,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not study.cells:
         numbers = sorted({workers for workers, _, _ in STUDIES[options.name].cells})
         parser.error(f"got --workers {options.workers}, expected some of {numbers}")
+    if options.methods:
+        try:
+            study = study.only(options.methods)
+        except ValueError as error:
+            parser.error(str(error))
     study = study.quick() if options.quick else study
     return 0 if Trainings(study, options.output, options.minutes, options.device).run() else 3
 

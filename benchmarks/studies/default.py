@@ -5,7 +5,7 @@ The page docs/benchmarks/default.md joins its curves with the times of the emula
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,44 +20,68 @@ from gossip_modules.schedule import Schedule
 
 STEPS, SEEDS = 3000, (1, 2, 3)
 RATES = (0.016, 0.032, 0.008, 0.004)
-GOSSIP: Mapping[str, Any] = {
-    "SGP": "sgp",
-    "Overlap SGP": "osgp",
-    "SGP, each 8th round exact": LabPlan.of("sgp", schedule=Schedule(average_every=8)),
-    "local SGD, H = 10": LocalSGD(sync_every=10),
-    "SGP, 2 peers": LabPlan.of("sgp", peers_per_itr=2),
-    "AD-PSGD": "adpsgd",
-    "DiLoCo, H = 30": DiLoCo(sync_every=30),
-    "SlowMo, H = 12": SlowMo(sync_every=12, gossip_every=1, inner_lr="optimizer"),
-    "D-PSGD ring": "dpsgd:ring",
-}
-"""Methods that train by GossipAdamW."""
-MIXED = "momentum mixed too"
+ALL_REDUCE, GOSSIP_ADAMW = "all-reduce, AdamW", ", GossipAdamW"
+MIXED = ", momentum mixed too"
 """In the names of the methods whose models have a `MixedMomentum`."""
-ROUNDED: Mapping[str, Any] = {
-    "SGP, bfloat16": LabPlan.of("sgp", wire_dtype=torch.bfloat16),
-    "Overlap SGP, bfloat16": LabPlan.of("osgp", wire_dtype=torch.bfloat16),
-    f"SGP, bfloat16, {MIXED}": LabPlan.of("sgp", wire_dtype=torch.bfloat16),
-    f"Overlap SGP, bfloat16, {MIXED}": LabPlan.of("osgp", wire_dtype=torch.bfloat16),
+SLOWMO = SlowMo(sync_every=12, gossip_every=1, inner_lr="optimizer")
+
+
+def by_gossip_adamw(methods: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return these methods with the optimizer in their names."""
+    return {f"{name}{GOSSIP_ADAMW}": method for name, method in methods.items()}
+
+
+FIRST: Mapping[str, Any] = {
+    ALL_REDUCE: "ar",
+    **by_gossip_adamw({f"SGP{MIXED}": "sgp", "SGP": "sgp"}),
 }
-"""Methods with messages in bfloat16, for 8 workers."""
-FURTHER = ("SGP, each 8th round exact", "SGP, 2 peers")
-"""Methods that 16 workers do not train by."""
+TWO_MIXED: Mapping[str, Any] = by_gossip_adamw({f"SGP, 2 peers{MIXED}": LabPlan.of("sgp", peers_per_itr=2)})
+OVERLAP: Mapping[str, Any] = by_gossip_adamw({"Overlap SGP": "osgp"})
+SPARSE: Mapping[str, Any] = by_gossip_adamw(
+    {"local SGD, H = 10": LocalSGD(sync_every=10), "DiLoCo, H = 30": DiLoCo(sync_every=30), "SlowMo, H = 12": SLOWMO}
+)
+"""Methods with fewer messages; the last one has an outer step over gossip."""
+OTHERS: Mapping[str, Any] = by_gossip_adamw({"AD-PSGD": "adpsgd", "D-PSGD ring": "dpsgd:ring"})
+ROUNDED: Mapping[str, Any] = by_gossip_adamw(
+    {
+        f"{name}, bfloat16{mixed}": LabPlan.of(method, wire_dtype=torch.bfloat16)
+        for mixed in ("", MIXED)
+        for name, method in (("SGP", "sgp"), ("Overlap SGP", "osgp"))
+    }
+)
+"""Methods with messages in bfloat16."""
+TWO: Mapping[str, Any] = by_gossip_adamw({"SGP, 2 peers": LabPlan.of("sgp", peers_per_itr=2)})
+MANY: Mapping[str, Any] = {**FIRST, **TWO_MIXED, **OVERLAP, **SPARSE}
+"""The methods of 32 and 64 workers."""
+EIGHT: Mapping[str, Any] = {
+    **MANY,
+    **OTHERS,
+    **TWO,
+    **ROUNDED,
+    **by_gossip_adamw({"SGP, each 8th round exact": LabPlan.of("sgp", schedule=Schedule(average_every=8))}),
+    "SGP, AdamW": "sgp",
+}
+"""The methods of 8 workers."""
+SHORTER: Mapping[str, Any] = {**FIRST, **OVERLAP, **TWO, **ROUNDED}
+"""The methods of 8 workers that are trained for fewer steps too."""
 SEARCHED: Mapping[str, Any] = {
-    "SGP": "sgp",
-    "SGP, 2 peers": LabPlan.of("sgp", peers_per_itr=2),
-    "SlowMo, H = 12": SlowMo(sync_every=12, gossip_every=1, inner_lr="optimizer"),
-    f"SGP, {MIXED}": "sgp",
-    f"SGP, 2 peers, {MIXED}": LabPlan.of("sgp", peers_per_itr=2),
-    f"SGP, each 8th round exact, {MIXED}": LabPlan.of("sgp", schedule=Schedule(average_every=8)),
-    f"SGP, first 10 % as all-reduce, {MIXED}": LabPlan.of("sgp", schedule=Schedule(average_until=60)),
-    f"SlowMo, H = 12, {MIXED}": SlowMo(sync_every=12, gossip_every=1, inner_lr="optimizer"),
-    f"Overlap SGP, {MIXED}": "osgp",
-    f"D-PSGD, {MIXED}": "dpsgd",
-    f"exact average in each step, {MIXED}": LabPlan.of("sgp", schedule=Schedule(average_every=1)),
-    "exact average in each step": LabPlan.of("sgp", schedule=Schedule(average_every=1)),
+    **FIRST,
+    **TWO,
+    **TWO_MIXED,
+    **by_gossip_adamw(
+        {
+            "SlowMo, H = 12": SLOWMO,
+            f"SGP, each 8th round exact{MIXED}": LabPlan.of("sgp", schedule=Schedule(average_every=8)),
+            f"SGP, first 10 % as all-reduce{MIXED}": LabPlan.of("sgp", schedule=Schedule(average_until=60)),
+            f"SlowMo, H = 12{MIXED}": SLOWMO,
+            f"Overlap SGP{MIXED}": "osgp",
+            f"D-PSGD{MIXED}": "dpsgd",
+            f"exact average in each step{MIXED}": LabPlan.of("sgp", schedule=Schedule(average_every=1)),
+            "exact average in each step": LabPlan.of("sgp", schedule=Schedule(average_every=1)),
+        }
+    ),
 }
-"""Methods of the search for the default of 64 workers, which train by GossipAdamW."""
+"""The methods of the search for the default of 64 workers."""
 
 
 def gossip_adamw(workers: int, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
@@ -65,71 +89,41 @@ def gossip_adamw(workers: int, parameters: list[nn.Parameter], rate: float) -> t
     return GossipAdamW(parameters, rate, BETAS, weight_decay=WEIGHT_DECAY, num_ranks=workers)
 
 
-FIRST = (
-    "all-reduce, AdamW",
-    f"SGP, {MIXED}",
-    *("SGP", "Overlap SGP", "SGP, bfloat16", "Overlap SGP, bfloat16", "SGP, 2 peers"),
-    *(f"{name}, bfloat16, {MIXED}" for name in ("SGP", "Overlap SGP")),
-)
-"""Methods that are trained for fewer steps too, without the name of GossipAdamW."""
-SPARSE = ("local SGD, H = 10", "DiLoCo, H = 30", "SlowMo, H = 12")
-"""Methods that are trained for more steps too, without the name of GossipAdamW."""
+def study(
+    every: Mapping[str, Any], numbers: Sequence[int], *, seeds: Sequence[int] = SEEDS, steps: int = STEPS, **own: Any
+) -> Study:
+    """Return a study of these methods and numbers of workers. A worker reads four sequences of 32 symbols per step.
 
+    16 workers train by the methods of `MANY` and of `OTHERS` only.
+    """
 
-def by_gossip_adamw(own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return these methods with the optimizer in their names."""
-    return {f"{name}, GossipAdamW": method for name, method in own.items()}
+    def methods(workers: int) -> Mapping[str, Any]:
+        return {name: method for name, method in every.items() if workers != 16 or name in {*MANY, *OTHERS}}
 
+    def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
+        return {name: partial(gossip_adamw, workers) for name in every if name.endswith(GOSSIP_ADAMW)}
 
-def methods(workers: int) -> Mapping[str, Any]:
-    """Return all-reduce and, for 8 workers, SGP by AdamW, and all others by GossipAdamW."""
-    own = {f"SGP, {MIXED}": "sgp", **GOSSIP}
-    if workers == 8:
-        return {"all-reduce, AdamW": "ar", **by_gossip_adamw({**own, **ROUNDED}), "SGP, AdamW": "sgp"}
-    return {
-        "all-reduce, AdamW": "ar",
-        **by_gossip_adamw({name: method for name, method in own.items() if name not in FURTHER}),
-    }
-
-
-def searched(workers: int) -> Mapping[str, Any]:
-    """Return all-reduce by AdamW, and the methods of `SEARCHED`."""
-    return {"all-reduce, AdamW": "ar", **by_gossip_adamw(SEARCHED)}
-
-
-def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
-    """Return GossipAdamW for the methods that have it in their names."""
-    make = partial(gossip_adamw, workers)
-    return {name: make for name in (*methods(8), *searched(workers)) if name.endswith("GossipAdamW")}
-
-
-FEW, MANY = (8, 16), (32, 64)
-"""The numbers of workers with three seeds, whose rates are chosen by whole trainings, and those with one."""
-
-
-def study(cells: tuple[tuple[int, int, int], ...], **others: Any) -> Study:
-    """Return a study of these cells. A worker reads four sequences of 32 symbols in each step."""
-    usual: dict[str, Any] = {"methods": methods, "rates": RATES, "points": 60, "by": "compile"}
-    mixed = {name for name in (*methods(8), *searched(8)) if MIXED in name}
-    return Study(partial(Text, 4), cells=cells, optimizers=optimizers, mixes_momentum=mixed, **{**usual, **others})
-
-
-def only(names: Collection[str], workers: int) -> Mapping[str, Any]:
-    """Return the methods of these names, which lack the name of GossipAdamW."""
-    return {name: make for name, make in methods(workers).items() if name.removesuffix(", GossipAdamW") in names}
+    usual: dict[str, Any] = {"rates": RATES, "points": 60, "by": "compile", "tuning": STEPS / steps}
+    return Study(
+        partial(Text, 4),
+        methods,
+        cells=tuple((n, steps, seed) for seed in seeds for n in numbers),
+        optimizers=optimizers,
+        mixes_momentum={name for name in every if MIXED in name},
+        **{**usual, **own},
+    )
 
 
 DEFAULT: Mapping[str, Study] = {
-    "language": study(tuple((n, STEPS, seed) for seed in SEEDS for n in FEW), tuning=1.0),
-    "language_search": study(((64, 600, SEEDS[0]),), methods=searched, rates=(0.016,), points=4),
-    "language_many": study(tuple((n, STEPS, SEEDS[0]) for n in MANY), tuning=0.2),
+    "language": study(EIGHT, [8, 16]),
+    "language_many": study(MANY, [32, 64], seeds=SEEDS[:1], tuning=0.2),
+    "language_search": study(SEARCHED, [64], seeds=SEEDS[:1], steps=600, rates=(0.016,), points=4),
     **{
-        f"language_{steps}": study(
-            ((8, steps, SEEDS[0]),), methods=partial(only, names), tuning=STEPS / steps, points=4
-        )
-        for steps, names in ((1500, FIRST), (2000, FIRST), (6000, SPARSE))
+        f"language_{steps}": study(methods, [8], seeds=SEEDS[:1], steps=steps, points=4)
+        for steps, methods in ((1500, SHORTER), (2000, SHORTER), (6000, SPARSE))
     },
 }
-"""The studies by name. `language_search` trains all methods at one rate, the best one of SGP in 600 steps, and writes
-`language_search.csv`; all others write `language.csv`. The last three train for other numbers of steps, at the rates
-that `language` has found in 3,000."""
+"""The studies by name. With 8 and 16 workers, rates are chosen by whole trainings, with more by a fifth of the steps.
+`language_search` trains all methods at one rate, the best one of SGP in 600 steps, and writes `language_search.csv`;
+all others write `language.csv`. The last three train 8 workers for other numbers of steps, at the rates that `language`
+has found."""

@@ -50,26 +50,30 @@ def split_ends(rows: pd.DataFrame, split: str) -> pd.DataFrame:
     return ends(own, "all-reduce").join(spread, on=["method", "workers"])
 
 
-def gaps(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+def gaps(rows: pd.DataFrame, base: str, steps: int) -> pd.DataFrame:
     """Return the ends of trainings of a language model whose rates were chosen, with their distance from a method.
 
     Args:
         rows: of a study.
         base: the method that others are compared with, on the seeds that both have.
+        steps: of the trainings.
 
     Returns:
-        method, workers, rate, seeds, validation and test in the mean over seeds, beyond (test less that of the base),
-        tuned (the steps of the trainings that chose the rate); the best first.
+        method, workers, rate, seeds, validation and test in the mean over seeds, beyond (test less that of the base)
+        with its lowest and its highest seed, tuned (the steps of the trainings that chose the rate), megabytes of a
+        worker; the best first.
     """
     last = rows[rows["step"] == rows["steps"]]
-    ends, tuning = last[~last["is_tuning"]], last[last["is_tuning"]]
+    ends, tuning = last[~last["is_tuning"] & (last["steps"] == steps)], last[last["is_tuning"]]
     found = []
     for (workers, method), own in ends.groupby(["workers", "method"]):
         own_base = ends[(ends["workers"] == workers) & (ends["method"] == base)].set_index("seed")["test"]
-        tests, chosen = own.set_index("seed")["test"], tuning[tuning["method"] == method]
-        steps = chosen.loc[chosen["workers"] == workers, "steps"].max()
+        beyond = (own.set_index("seed")["test"] - own_base).dropna()
+        chosen = tuning[(tuning["method"] == method) & (tuning["workers"] == workers)]["steps"].max()
         means = own[["validation", "test"]].mean()
-        beyond = (tests - own_base).dropna().mean()
-        found.append((method, workers, own["rate"].iloc[0], len(own), *means, beyond, steps))
-    names = ["method", "workers", "rate", "seeds", "validation", "test", "beyond", "tuned"]
-    return pd.DataFrame(found, columns=names).sort_values(["workers", "test"])
+        spread = beyond.mean(), beyond.min(), beyond.max()
+        found.append(
+            (method, workers, own["rate"].iloc[0], len(own), *means, *spread, chosen, own["megabytes"].iloc[0])
+        )
+    names = ["method", "workers", "rate", "seeds", "validation", "test", "beyond", "lowest", "highest", "tuned"]
+    return pd.DataFrame(found, columns=[*names, "megabytes"]).sort_values(["workers", "test"])

@@ -108,6 +108,22 @@ class Study:
         """Return the study with the cells of these numbers of workers only."""
         return replace(self, cells=tuple(cell for cell in self.cells if cell[0] in workers))
 
+    def only(self, names: Collection[str]) -> Study:
+        """Return the study with these methods only.
+
+        Raises:
+            ValueError: no number of workers has a method of such a name.
+        """
+        every = {name for workers, _, _ in self.cells for name in self.methods(workers)}
+        if unknown := sorted({*names} - every):
+            raise ValueError(f"got methods {unknown}, expected some of {sorted(every)}")
+        methods = self.methods
+
+        def chosen(workers: int) -> Mapping[str, Any]:
+            return {name: each for name, each in methods(workers).items() if name in names}
+
+        return replace(self, methods=chosen)
+
     def quick(self) -> Study:
         """Return the study with one training of a few steps for each method with the fewest workers."""
         workers, _, seed = min(self.cells)

@@ -329,6 +329,11 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             f"{names}: simulated with SGD in place of {inner}, for which the small problem has no hidden matrix. What "
             "it saves in steps is missing."
         )
+    if chosen.plan.method.name != "ar":
+        sentences.append(
+            f"By Adam, train with GossipAdamW(..., num_ranks={setting.world_size}). MixedMomentum, and two peers per "
+            "round, come closer to all-reduce for twice the bytes each: docs/guides/default.md has nats by workers."
+        )
     if chosen.settings:
         sentences.append(f"It was simulated with {chosen.settings}.")
     if chosen.plan.method.name in METHODS:

@@ -51,12 +51,12 @@ class GossipAdamW(StepOptimizer):
 
     L is the bound of a step of Adam, (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), so that no step is longer than one of
     Adam can be. With n = 1 this is AdamW. From n = 1 / k on, 19 for b1 = 0.9, more ranks change nothing;
-    `docs/benchmarks/gap.md` has the measurements of slower averages.
+    `docs/benchmarks/language.md` has the measurements of slower averages.
 
     Take it with SGP and with every other method with steps by a rank's own gradients, also as inner optimizer of local
     SGD and DiLoCo. Do not take it with AllReduce: its gradients are means already.
 
-    The law is this library's own; `docs/benchmarks/gap.md` has the measurements behind it.
+    The law is this library's own; `docs/benchmarks/language.md` has the measurements behind it.
 
     Args:
         params: parameters, or groups of them.

@@ -31,7 +31,7 @@ class MixedMomentum(MixedBuffers):
         x_i <- sum_j W_ij x_j
 
     so the next step has a moment of many ranks, as the step of all-reduce has. Messages have twice the elements.
-    `docs/benchmarks/gap.md` has the measurements.
+    `docs/benchmarks/language.md` has the measurements.
 
     The moments are buffers of the module, without a place in its `state_dict()`, and wrappers mix them like running
     statistics: in rounds, in exact averages, and late with `overlap=True`. The state of the optimizer refers to them,

@@ -74,8 +74,8 @@ def test_a_place_that_cannot_be_read_is_a_fault(page: str, expected: str, tmp_pa
 
 def test_the_list_names_text_files_rows_and_pages() -> None:
     found = "\n".join(command.listed())
-    assert "default.osgp_1: " in found
-    assert "    default_cells.csv: method osgp, rate_gbit 1: " in found
+    assert "default.ms_osgp: " in found
+    assert "    language.csv, default_cells.csv: method osgp-bf16, rate_gbit 0.25: " in found
     assert "on docs/faq.md:" in found
 
 
@@ -91,6 +91,7 @@ SECTIONS = {
 SETTINGS = {
     ("README.md", "40 ms"),  # how a step of the emulated cluster is set up
     ("docs/index.md", "40 ms"),
+    ("docs/guides/default.md", "40 ms"),
     ("docs/guides/default.md", "**Local SGD and not DiLoCo, at 0.1 Gbit/s.**"),
 }
 """Numbers that say how something was measured."""

@@ -26,27 +26,6 @@ def study_rows(errors: dict[tuple[str, int, int], float]) -> pd.DataFrame:
     )
 
 
-def gap_rows(errors: dict[tuple[str, float, int], tuple[float, float]], batch: int = 16) -> pd.DataFrame:
-    """Rows of gap.csv by change, rate and seed: the validation error and the test error."""
-    return pd.DataFrame(
-        {
-            "seed": 1,
-            "task": "images",
-            "workers": 8,
-            "steps": 2400,
-            "batch": batch,
-            "change": change,
-            "rate": rate,
-            "run_seed": seed,
-            "validation": validation,
-            "test": test,
-            "test_own": 0.0,
-            "distance": 0.0,
-        }
-        for (change, rate, seed), (validation, test) in errors.items()
-    )
-
-
 def test_a_gap_has_its_spread_over_common_seeds() -> None:
     rows = study_rows({("all-reduce", 8, 1): 40, ("all-reduce", 8, 2): 42, ("SGP", 8, 1): 41, ("SGP", 8, 3): 99})
     found = gaps(trained(IMAGE_STUDIES[0], rows)).set_index("method").loc["SGP"]
@@ -57,24 +36,16 @@ def test_a_gap_has_its_spread_over_common_seeds() -> None:
     assert with_spread(found) == "+0.0 (-1.0 to +1.0)"
 
 
-def test_the_rate_of_a_change_is_the_best_on_the_validation_split() -> None:
-    (study,) = (each for each in IMAGE_STUDIES if each.page == "gap")
-    errors = {("all-reduce", 0.1, 1): (30.0, 31.0), ("all-reduce", 0.2, 1): (29.0, 33.0)}
-    rows = pd.concat([gap_rows({**errors, ("SGP", 0.1, 1): (32.0, 35.0)}), gap_rows({("SGP", 0.1, 1): (1, 1)}, 64)])
-    found = gaps(trained(study, rows)).set_index("method")
-    assert found["gap"].to_dict() == {"all-reduce": 0.0, "SGP": 2.0}  # 35 - 33; a batch without all-reduce has no gap
-
-
 def test_the_table_has_all_studies_by_workers() -> None:
     first = study_rows(
         {(method, n, 1): 40.0 + n * (method == "SGP") for method in ("all-reduce", "SGP") for n in (8, 4)}
     )
-    gap = gap_rows({(method, 0.1, seed): (30.0, 31.0 + seed) for method in ("all-reduce", "SGP") for seed in (1, 2)})
-    lines = every_study({"worker_numbers": first, "gap": gap}).splitlines()
+    other = study_rows({(method, 8, seed): 31.0 + seed for method in ("all-reduce", "SGP") for seed in (1, 2)})
+    lines = every_study({"worker_numbers": first, "accuracy_bytes": other}).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 4", "| 8", "| 8"]
-    assert lines[3].endswith("](worker_numbers.md) | SGD, Nesterov | 8 | 1,280 | 1 | 60.0 | +8.0 |  |  |")
-    assert lines[4].endswith("](gap.md) | SGD | 16 | 307,200 | 2 | 67.5 | +0.0 (+0.0 to +0.0) |  |  |")
-    assert of_sgp({"worker_numbers": first, "gap": gap}, 8)["gap"].tolist() == [0.0]  # one seed is not enough
+    assert lines[3].endswith("](worker_numbers.md) | SGD, Nesterov | 8 | 1,280 | 1 | 60.0 | +8.0 |  |  |  |")
+    assert "](accuracy_bytes.md) | SGD, Nesterov | 8 | 1,280 | 2 | 67.5 | +0.0 (+0.0 to +0.0) |" in lines[4]
+    assert of_sgp({"worker_numbers": first, "accuracy_bytes": other}, 8)["gap"].tolist() == [0.0]  # of two seeds
 
 
 @pytest.mark.parametrize("name", images.IMAGES)

@@ -16,10 +16,6 @@ import tyro
 from benchmarks.record import RESULTS, ROOT
 from tests.benchmarks.test_provenance import FILES
 
-UNTYPED = frozenset({"gap.csv"})
-"""Files of studies whose scripts are in an earlier commit. With the last one go `Page.script`, `NOT_IN_HISTORY`, the
-pages of `FINISHED` and the paragraph about finished studies in benchmarks/README.md."""
-
 
 class Parsed(BaseException):
     """The arguments of a command were taken; nothing has run."""
@@ -63,21 +59,8 @@ def commands(name: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import:RuntimeWarning")  # of modules imported before
-@pytest.mark.parametrize("name", [path.name for path in FILES if path.name not in UNTYPED])
+@pytest.mark.parametrize("name", [path.name for path in FILES])
 def test_the_commands_of_rows_can_be_typed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in commands(name):
         with pytest.raises(Parsed):
             parse(command, monkeypatch)
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import:RuntimeWarning")
-@pytest.mark.parametrize("name", sorted(UNTYPED))
-def test_a_file_of_an_earlier_script_has_a_command_that_cannot_be_typed(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcomes = []
-    for command in commands(name):
-        with pytest.raises((Parsed, AssertionError, SystemExit)) as found:
-            parse(command, monkeypatch)
-        outcomes.append(found.type)
-    assert set(outcomes) != {Parsed}, f"{name}: all commands can be typed; remove it from UNTYPED"

@@ -8,22 +8,23 @@ import re
 import pandas as pd
 import pytest
 
+from benchmarks.claims.default import FILES, seconds
+from benchmarks.claims.language import BASE, MIXED, NAMES, SGP, at_equal_steps
 from benchmarks.claims.registry import plain
-from benchmarks.pages.gap import best
-from benchmarks.record import DTYPES, RESULTS, ROOT
+from benchmarks.record import DTYPES, RESULTS, ROOT, rows_of
 from gossip_modules.lab import Compute, Digits, LabPlan, Network, Setting, planner
 from gossip_modules.lab.planner import advise, simulate
 from gossip_modules.methods import METHODS
 from tests.harness.recorded import Recorded
 
 FIRST = re.compile(r"`(GossipDataParallel\(model[^`]*\))`")
-ADAM = "SGP, GossipAdamW"
+PLAIN = NAMES["sgp_adamw"]
 
 
 @pytest.fixture(scope="module")
 def language() -> pd.DataFrame:
-    rows = pd.read_csv(RESULTS / "gap.csv")
-    return best(rows[(rows["task"] == "language") & (rows["steps"] == 320)]).set_index("change")
+    """The distances from all-reduce after equal steps, by workers and method."""
+    return at_equal_steps(rows_of("language.csv")).set_index(["workers", "method"])
 
 
 def text(path: str) -> str:
@@ -40,11 +41,14 @@ def test_all_pages_begin_with_sgp_and_gossip_adamw() -> None:
         assert "GossipAdamW" in text(page)
 
 
-def test_the_first_advice_for_adam_reaches_the_loss_of_all_reduce_within_its_seeds(language: pd.DataFrame) -> None:
-    reduced = language.loc["all-reduce"]
-    assert reduced["seeds"] == language.loc[ADAM, "seeds"] == 3
-    assert language.loc[ADAM, "mean"] <= reduced["highest"]
-    assert language.loc["SGP", "lowest"] > reduced["highest"]  # by AdamW it does not
+def test_mixed_moments_come_closest_to_all_reduce(language: pd.DataFrame) -> None:
+    """With 8 workers within the target of 0.02 nats; with more they miss it, and the pages say by how much."""
+    own = language.loc[8]
+    assert own.loc[MIXED, "seeds"] == own.loc[BASE, "seeds"] == 3
+    assert own.loc[MIXED, "beyond"] <= 0.02
+    assert own.loc[MIXED, "beyond"] < own.loc[SGP, "beyond"] < own.loc[PLAIN, "beyond"]
+    for workers in language.index.unique("workers").drop(8):
+        assert f"| {workers} | {language.loc[(workers, MIXED), 'beyond']:+.3f} |" in text("docs/guides/default.md")
 
 
 @pytest.mark.timeout(300)
@@ -92,14 +96,7 @@ def test_local_sgd_is_first_where_links_are_slow() -> None:
     assert said in text("docs/guides/default.md")
 
 
-def test_overlap_sgp_is_first_where_links_are_faster(language: pd.DataFrame) -> None:
-    """Beside DDP and SGP by time, and beside local SGD by loss at equal samples."""
-    cells = pd.read_csv(RESULTS / "default_cells.csv", dtype=DTYPES)
-    for rate in (1.0, 10.0):
-        steps = cells[cells["rate_gbit"] == rate].groupby("method")["fleet_step_ms"].median()
-        assert steps[["osgp", "sgp", "decent-exp", "ddp", "ddp-fp16"]].idxmin() == "osgp"
-    overlap, local = (language.loc[f"{name}, GossipAdamW"] for name in ("Overlap SGP", "local SGD, 4"))
-    assert overlap["highest"] < local["lowest"]
-    share, gap = steps["osgp"] / steps["ddp"], overlap["mean"] - language.loc["all-reduce", "mean"]
-    said = f"At 10 Gbit/s Overlap SGP takes {share:.2f} of the time of DDP and ends {gap:.2f} nats above it"
-    assert said in " ".join(text("docs/guides/default.md").split())
+def test_rare_averages_are_first_to_an_equal_loss_where_links_are_slow() -> None:
+    found = seconds(*map(rows_of, FILES))["share"]
+    assert found["Local SGD, H = 10", 0.1] <= 0.8
+    assert found["Overlap SGP, bfloat16", 0.1] > found["Local SGD, H = 10", 0.1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -61,18 +60,26 @@ def language() -> pd.DataFrame:
 
 @pytest.fixture
 def cells() -> pd.DataFrame:
-    """Three repeats of all methods at two rates, two ranks each. DDP with its fp16 hook is the faster DDP."""
+    """Three repeats of all methods at two rates, two ranks each, slowed by four. DDP is faster with its fp16 hook."""
     times = {"ddp": 100.0, "ddp-fp16": 50.0, "ddp-bf16": 60.0, "sgp": 40.0, "osgp-bf16": 20.0, "auto": 30.0}
     rows = []
     for rate, slower in ((1.0, 1.0), (10.0, 0.5)):
         for line in LINES.values():
             ms = slower * times.get(line.cell, 45.0)
             for repeat, factor in enumerate((1.0, 0.9, 5.0)):  # the median is the first one
-                row = {"hosts": 8, "rate_gbit": rate, "method": line.cell, "title": line.cell, "repeat": repeat}
-                row |= {"optimizer": "x", "fleet_step_ms": factor * ms, "num_parameters": 100.0, "error": None}
+                row = {
+                    "hosts": 8,
+                    "cores": 2,
+                    "rate_gbit": rate / 4,
+                    "method": line.cell,
+                    "title": line.cell,
+                    "repeat": repeat,
+                }
+                row |= {"optimizer": "x", "fleet_step_ms": 4 * factor * ms, "num_parameters": 100.0, "error": None}
                 row |= {"is_hidden": rate == 1, "bytes_per_step": 210.0 if rate == 1 else 420.0}
                 rows += [{**row, "rank": 0}, {**row, "rank": 1}]
-        rows.append({"hosts": 8, "rate_gbit": rate, "method": "adpsgd", "title": "", "repeat": 4, "error": "no luck"})
+        failed = {"method": "adpsgd", "repeat": 4, "error": "no luck"}
+        rows.append({"hosts": 8, "cores": 2, "rate_gbit": rate / 4, **failed})
     return pd.DataFrame(rows)
 
 
@@ -124,16 +131,18 @@ def test_curves_are_means_over_the_seeds_of_all_compared_methods(language: pd.Da
     assert target(whole) == 5.125  # SGP: the mean of 1.25 and 9
 
 
-def test_bars_of_seconds(language: pd.DataFrame, cells: pd.DataFrame, tmp_path: Path) -> None:
+def test_bars_of_seconds(language: pd.DataFrame, cells: pd.DataFrame) -> None:
+    labels = [label for label in LINES if "mixed" not in label]  # the page has shorter ones
     table = equal_loss(language, cells)
-    svg = draw(table, list(LINES), "title", tmp_path / "x.svg").read_text(encoding="utf-8")
+    table = table[table["label"].isin(labels)]
+    svg = draw(table, labels, "title").svg()
     found = [box.letters for box in text_boxes(svg)]
     slow, fast = (found[found.index(f"links of {rate} Gbit/s") :] for rate in (1, 10))
     assert slow[1:3] == ["DDP", "95 s"]
     assert fast[fast.index("Local SGD, H = 10") + 1] == "not reached"
     widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', svg)]
     for _, own in table.groupby("rate"):
-        seconds = own.set_index("label")["seconds"].reindex(list(LINES)).dropna()
+        seconds = own.set_index("label")["seconds"].reindex(labels).dropna()
         drawn, widths = widths[: len(seconds)], widths[len(seconds) :]
         assert drawn == pytest.approx(list(max(drawn) * seconds / seconds.max()), abs=0.1)
     assert not widths

@@ -35,7 +35,7 @@ def test_the_second_moment_of_a_constant_gradient_has_the_shares_of_noise(rows: 
 
 
 def test_texts_have_the_figures_of_the_rows(rows: pd.DataFrame) -> None:
-    files = ("decisions/vectors_and_rounds.md", "benchmarks/gap.md")
+    files = ("decisions/vectors_and_rounds.md", "benchmarks/language.md")
     decisions, page = (" ".join((ROOT / "docs" / file).read_text(encoding="utf-8").split()) for file in files)
     built, *slower = ("GossipAdamW", "slower average, b4 = 0.95", "slower average, b4 = 0.99")
     steps = rows["step"].xs((64, "constant", 0.1), level=("ranks", "gradient", "rms"))

@@ -75,6 +75,17 @@ def test_a_quick_study_trains_each_method_for_a_few_steps(tmp_path: Path, monkey
     assert set(zip(rows["workers"], rows["steps"], rows["rate"], rows["is_tuning"])) == {(2, 8, 0.05, False)}
 
 
+def test_methods_are_chosen_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "line.csv"
+    assert run(monkeypatch, path, "--quick", "--methods", "SGP") == 0
+    assert set(pd.read_csv(path, dtype=DTYPES)["method"]) == {"SGP"}
+    with pytest.raises(SystemExit):
+        run(monkeypatch, path, "--methods", "SGP", "sgp")
+    assert "got methods ['sgp'], expected some of ['SGP', 'all-reduce']" in capsys.readouterr().err
+
+
 def test_whole_trainings_that_choose_a_rate_are_those_of_the_first_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,166 @@
+"""The pages of the studies of `benchmarks.studies.default`: the loss with 8 to 64 workers, and the time until it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from benchmarks.claims import equal_loss
+from benchmarks.claims.language import BASE, STEPS, at_equal_steps
+from benchmarks.pages.base import Page
+from benchmarks.pages.second_moments import SECOND_MOMENTS
+from benchmarks.record import rows_of
+from benchmarks.studies.ends import gaps
+from benchmarks.tables import table
+from visualization import seconds_to_loss
+
+ENDS = {
+    "method": ("method", "s"),
+    "workers": ("workers", "d"),
+    "rate": ("rate", "g"),
+    "seeds": ("seeds", "d"),
+    "validation": ("validation, nats", ".3f"),
+    "test": ("test, nats", ".3f"),
+    "beyond": ("above all-reduce", "+.3f"),
+    "lowest": ("lowest", "+.3f"),
+    "highest": ("highest", "+.3f"),
+    "tuned": ("steps that chose the rate", ",d"),
+    "megabytes": ("MB sent by a worker", ",.0f"),
+}
+
+
+def above(row: pd.Series) -> str:
+    """Return the distance from all-reduce, with its seeds if there are several; all-reduce itself has its loss."""
+    if row["method"] == BASE:
+        return f"{row['test']:.3f} nats"
+    spread = f" ({row['lowest']:+.3f} to {row['highest']:+.3f})" if row["seeds"] > 1 else ""
+    return f"{row['beyond']:+.3f}{spread}"
+
+
+def by_workers(rows: pd.DataFrame) -> str:
+    """Write the distance of each method from all-reduce, a column for each number of workers."""
+    found = at_equal_steps(rows)
+    found["text"] = found.apply(above, axis=1)
+    cells = found.pivot(index="method", columns="workers", values="text")
+    order = found[found["workers"] == found["workers"].min()].set_index("method")["test"].reindex(cells.index)
+    first = [BASE, *order.sort_values().index.drop(BASE)]
+    columns = {"method": ("method", "s"), **{n: (f"{n} workers", "s") for n in cells}}
+    return table(cells.loc[first].reset_index(), columns)
+
+
+def every_end(rows: pd.DataFrame) -> str:
+    """Write the ends of the trainings, for each number of steps."""
+    lengths = sorted(rows.loc[~rows["is_tuning"], "steps"].unique(), key=lambda steps: (steps != STEPS, steps))
+    return "\n\n".join(f"**{steps:,} steps**\n\n{table(gaps(rows, BASE, steps), ENDS)}" for steps in lengths)
+
+
+def searched(rows: pd.DataFrame) -> str:
+    """Write the ends of the search."""
+    return table(
+        gaps(rows, BASE, int(rows["steps"].max())), {x: ENDS[x] for x in ("method", "test", "beyond", "megabytes")}
+    )
+
+
+def seconds_table(cells: pd.DataFrame) -> str:
+    """Write the steps and the seconds of each method to the equal loss.
+
+    Args:
+        cells: of default_cells.csv.
+    """
+    found = equal_loss.equal_loss(rows_of("language.csv"), cells)
+    lines = []
+    for label, own in found.groupby("label", sort=False):
+        row = {"label": label, "steps": own["steps"].iloc[0]}
+        for each in own.itertuples():
+            row[f"ms {each.rate:g}"], row[f"share {each.rate:g}"] = each.ms, each.share
+        lines.append(row)
+    rates = sorted(found["rate"].unique(), reverse=True)
+    columns = {"label": ("method", "s"), "steps": ("steps", ",.0f")}
+    for rate in rates:
+        columns |= {f"ms {rate:g}": (f"ms per step, {rate:g} Gbit/s", ",.0f"), f"share {rate:g}": ("time", ".2f")}
+    return table(pd.DataFrame(lines), columns)
+
+
+BARS: Mapping[str, str] = {
+    "DDP": "DDP",
+    "DDP, fp16 hook": "DDP, fp16 hook",
+    "SGP, bfloat16": "SGP",
+    "Overlap SGP, bfloat16": "Overlap SGP",
+    "SGP, momentum mixed too, bfloat16": "SGP, mixed",
+    "Overlap SGP, momentum mixed too, bfloat16": "Overlap SGP, mixed",
+    "Local SGD, H = 10": "Local SGD, H = 10",
+    "DiLoCo, H = 30": "DiLoCo, H = 30",
+}
+"""The bars of the picture, by the labels of `equal_loss.LINES`; gossip sends bfloat16."""
+
+
+def picture() -> str:
+    """Return the picture of the seconds to an equal loss, as SVG."""
+    found = equal_loss.equal_loss(*map(rows_of, equal_loss.FILES))
+    shown = found.assign(label=found["label"].map(BARS)).dropna(subset="label")
+    title = "Seconds of eight workers to an equal loss"
+    return seconds_to_loss.draw(shown, list(BARS.values()), title).svg()
+
+
+SEARCH = Page(
+    "Search for the method of 64 workers",
+    "language_search.csv",
+    """\
+After 600 steps of 64 workers at one rate, two peers and mixed first moments end {language.search_two_mixed} nats above
+all-reduce, one peer and mixed moments {language.search_mixed}, and SGP {language.search_sgp}. An exact average of the
+models in each step, without mixed moments, ends {language.search_exact} above: so much of the distance lies in the
+optimizer.""",
+    render=searched,
+    measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
+)
+DEFAULT: Mapping[str, Page] = {
+    "language": Page(
+        "Language: gossip beside all-reduce, 8 to 64 workers",
+        "language.csv",
+        """\
+**With mixed first moments, SGP ends {language.mixed_8} nats above all-reduce with 8 workers, {language.mixed_16} with
+16 and {language.mixed_64} with 64**, by [`GossipAdamW`][gossip_modules.GossipAdamW] and
+[`MixedMomentum`][gossip_modules.MixedMomentum]. Without mixed moments it ends {language.sgp_8} above with 8 workers,
+and by AdamW {language.sgp_adamw_8}: the second moments make {language.moments} of that.""",
+        render=every_end,
+        summary=by_workers,
+        measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
+        parts=(SEARCH, SECOND_MOMENTS),
+        setup="""\
+This is [a study in the Lab](index.md#studies-in-the-lab): a decoder of 20,480 parameters learns text in 3,000 steps, on
+four sequences of 32 characters per worker and step. GossipAdamW has the settings of AdamW. With 8 and 16 workers, rates
+are the best ones of whole trainings with the first seed; with more, of trainings of 600 steps. Cells have nats of the
+test split above all-reduce with the same seed: the mean, the lowest and the highest.""",
+        question="Is it as accurate?",
+        result="SGP with mixed first moments ends {language.mixed_8} nats above all-reduce with 8 workers, and "
+        "{language.mixed_64} with 64.",
+    ),
+    "default": Page(
+        "Seconds to an equal loss: gossip and DDP",
+        "default_cells.csv",
+        """\
+**To an equal loss: {default.fastest}** Gossip trains by GossipAdamW, DDP by AdamW. Methods with fewer messages need
+more steps until the loss, and those with mixed first moments fewer, for twice the bytes.
+
+![Seconds to an equal loss for each speed of the links.](../assets/default.svg)""",
+        measures=("gossip_modules/rounds", "gossip_modules/transport", "gossip_modules/wrappers"),
+        render=seconds_table,
+        setup="""\
+Losses come from [the study of language](language.md) with 8 workers, times from eight [emulated
+hosts](index.md#emulated-hosts), each method with its optimizer: the median of three runs, at 0.1 Gbit/s of one to
+three. The hosts share two cores, so the cluster is slowed by four, and all times are divided by four: a host then has
+a core, computes 2.8 million parameters for 40 ms per step, and has links of 0.1, 1 and 10 Gbit/s. The methods wait
+for each other, so loss and time can be measured apart.
+
+The target is the highest validation loss after 3,000 steps of the methods that send a message in each step,
+{default.target} nats. The steps of a method are those of a training that is planned to end there, with a learning rate
+that falls to zero: between trainings of 1,500, 2,000, 3,000 and 6,000 steps the last loss is linear in the logarithm of
+the steps. DDP with a hook counts with the loss of all-reduce in float32. "Time" is the share of the seconds of the
+fastest DDP at that speed.""",
+        also=("language.csv",),
+        question="Is it as fast?",
+        result="{default.fastest}",
+    ),
+}
+"""By the name of the page."""
