@@ -33,14 +33,14 @@ def result(language: pd.DataFrame, cells: pd.DataFrame) -> str:
     """Return a table: the loss of each method after equal steps, and the seconds until the loss that most reach."""
     losses = gaps(language, LINES["DDP"].curve, STEPS)
     losses = losses[losses["workers"] == WORKERS].set_index("method")["test"]
-    found = seconds(language, cells)
+    found = seconds(language, cells)["seconds"]
     lines = [
         f"| method | test loss after {STEPS:,} steps | {' | '.join(f'{rate:g} Gbit/s' for rate in RATES)} |",
         "|---|---:|" + "---:|" * len(RATES),
     ]
     for label in ROWS:
-        own = [found.loc[(label, rate), "seconds"] for rate in RATES]
-        cells_of = [f"{x:,.0f} s" if x == x else "not reached" for x in own]
+        own = [found.get((label, rate)) for rate in RATES]
+        cells_of = ["" if x is None else f"{x:,.0f} s" if x == x else "not reached" for x in own]
         lines.append(f"| {label} | {losses[LINES[label].curve]:.3f} | {' | '.join(cells_of)} |")
     return "\n".join(lines)
 
