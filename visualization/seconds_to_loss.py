@@ -26,7 +26,8 @@ def draw(table: pd.DataFrame, labels: Sequence[str], title: str) -> Drawing:
     """Draw the panels.
 
     Args:
-        table: columns label, rate (Gbit/s), seconds (NaN: the loss is not reached) and share (of the first bar's).
+        table: columns label, rate (Gbit/s), seconds (NaN: the loss is not reached) and share (of the first bar's). A
+            label without a row was not measured.
         labels: of the bars, from top to bottom.
         title: above the panels.
     """
@@ -38,7 +39,8 @@ def draw(table: pd.DataFrame, labels: Sequence[str], title: str) -> Drawing:
     for number, rate in enumerate(rates):
         top = 24 + panel * number
         drawing.text((left, top + 20), f"links of {rate:g} Gbit/s", size=LETTER, anchor="start", bold=True)
-        own = table[table["rate"] == rate].set_index("label").reindex(labels)["seconds"]
+        measured = table[table["rate"] == rate].set_index("label")["seconds"]
+        own = measured.reindex(labels)
         longest = float(own.max())
         for place, (label, seconds) in enumerate(own.items()):
             y = top + 30 + PITCH * place
@@ -49,7 +51,7 @@ def draw(table: pd.DataFrame, labels: Sequence[str], title: str) -> Drawing:
                 drawing.box((left, y), (end - left, BAR), color=color_of(str(label)))
             drawing.text(
                 (end + 5, y + BAR - 3),
-                f"{seconds:.0f} s" if is_reached else "not reached",
+                f"{seconds:.0f} s" if is_reached else "not reached" if label in measured else "not measured",
                 color="ink" if is_reached else "muted",
                 size=LETTER,
                 anchor="start",

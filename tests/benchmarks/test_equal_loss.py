@@ -140,6 +140,9 @@ def test_bars_of_seconds(language: pd.DataFrame, cells: pd.DataFrame) -> None:
     slow, fast = (found[found.index(f"links of {rate} Gbit/s") :] for rate in (1, 10))
     assert slow[1:3] == ["DDP", "95 s"]
     assert fast[fast.index("Local SGD, H = 10") + 1] == "not reached"
+    without = draw(table[(table["label"] != "DDP") | (table["rate"] == 10)], labels, "title").svg()
+    found = [box.letters for box in text_boxes(without)]
+    assert found[found.index("DDP") + 1] == "not measured"
     widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', svg)]
     for _, own in table.groupby("rate"):
         seconds = own.set_index("label")["seconds"].reindex(labels).dropna()
