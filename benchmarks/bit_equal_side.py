@@ -89,6 +89,7 @@ METHODS: Mapping[str, Callable[[], Arguments]] = {
     "d2": lambda: {"algorithm": g.D2()},
     "exactdiffusion": lambda: {"algorithm": g.ExactDiffusion()},
     "extra": lambda: {"algorithm": g.EXTRA()},
+    "clippedgossip": lambda: {**MIXED, "algorithm": g.ClippedGossip(0.05)},
     "gradienttracking": lambda: {"algorithm": g.GradientTracking()},
     "decentlam": lambda: {"algorithm": g.DecentLaM()},
     "relaysgd": lambda: {**MIXED, "algorithm": g.RelaySGD()},

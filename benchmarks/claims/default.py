@@ -34,13 +34,15 @@ def result(language: pd.DataFrame, cells: pd.DataFrame) -> str:
     losses = gaps(language, LINES["DDP"].curve, STEPS)
     losses = losses[losses["workers"] == WORKERS].set_index("method")["test"]
     found = seconds(language, cells)["seconds"]
+    own = language[(language["workers"] == WORKERS) & ~language["is_tuning"]]
+    longest = {label: own.loc[own["method"] == LINES[label].curve, "steps"].max() for label in ROWS}
     lines = [
         f"| method | test loss after {STEPS:,} steps | {' | '.join(f'{rate:g} Gbit/s' for rate in RATES)} |",
         "|---|---:|" + "---:|" * len(RATES),
     ]
     for label in ROWS:
-        own = [found.get((label, rate)) for rate in RATES]
-        cells_of = ["" if x is None else f"{x:,.0f} s" if x == x else "not reached" for x in own]
+        each = [found.get((label, rate)) for rate in RATES]
+        cells_of = ["" if x is None else f"{x:,.0f} s" if x == x else f"not in {longest[label]:,} steps" for x in each]
         lines.append(f"| {label} | {losses[LINES[label].curve]:.3f} | {' | '.join(cells_of)} |")
     return "\n".join(lines)
 
@@ -52,13 +54,27 @@ def fastest(language: pd.DataFrame, cells: pd.DataFrame) -> str:
     for rate in RATES:
         own = found[found["rate"] == rate].sort_values("seconds")
         first, ours = own.iloc[0], own[~own["label"].isin(DDP)].iloc[0]
-        text = f"{first['label']} is first at {rate:g} Gbit/s"
+        text = f"{_said(first['label'])} is first at {rate:g} Gbit/s"
         if first["label"] in DDP:
-            text += f", and {ours['label']} takes {ours['share']:.2f} of its seconds"
+            text += f", and {_said(ours['label'])} takes {ours['share']:.2f} times its seconds"
         else:
             text += f", with {first['share']:.2f} of the seconds of the fastest DDP"
         texts.append(text)
-    return f"{'; '.join(texts)}."
+    return "; ".join(texts)
+
+
+def won(language: pd.DataFrame, cells: pd.DataFrame) -> str:
+    """Return the speeds of the links at which a DDP has the fewest seconds."""
+    found = equal_loss(language, cells).dropna(subset="seconds")
+    first = found.loc[found.groupby("rate")["seconds"].idxmin()].set_index("rate")["label"]
+    return " and ".join(f"{rate:g}" for rate in RATES if first[rate] in DDP)
+
+
+def _said(label: str) -> str:
+    """Return a label as a sentence has it."""
+    for own, said in ((", fp16 hook", " with its fp16 hook"), (", bfloat16", " in bfloat16"), (", H", " with H")):
+        label = label.replace(own, said)
+    return label
 
 
 def step(label: str, rate: float) -> Claim:
@@ -87,6 +103,7 @@ DEFAULT: Mapping[str, Claim] = {
         "without a hook",
         fastest,
     ),
+    "won": Claim(FILES, "the speeds of the links at which DDP, with a hook or without, has the fewest seconds", won),
     "target": Claim(
         FILES[:1],
         f"{WORKERS} workers, {STEPS:,} steps: the highest mean validation loss of the compared methods",

@@ -156,8 +156,8 @@ def main() -> int:
     if options.review:
         review = reviewed_at("HEAD", PAGES.values())
         REVIEW.write_text(json.dumps(review, indent=1) + "\n", encoding="utf-8")
-    DOCS.mkdir(parents=True, exist_ok=True)
     for path, text in texts().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
     return 0

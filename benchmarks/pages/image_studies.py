@@ -230,7 +230,7 @@ def matcha_summary(rows: pd.DataFrame) -> str:
     return table(found.assign(factor=found["graph"].map(whole) / found["seconds_to"]), columns)
 
 
-PLANNED = {"accuracy_bytes": 33, "worker_numbers": 132, "straggler_accuracy": 18, "matcha_time": 90}
+PLANNED = {"accuracy_bytes": 33, "worker_numbers": 156, "straggler_accuracy": 18, "matcha_time": 90}
 """The numbers of trainings of the studies."""
 NEEDED: Mapping[str, Set[tuple[str, int]]] = {
     "accuracy_bytes": {("D-PSGD", 8), ("PowerGossip, rank 1", 8), ("MATCHA, budget 0.5", 8)},

@@ -330,9 +330,11 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             "it saves in steps is missing."
         )
     if chosen.plan.method.name != "ar":
+        sentences.append(f"By Adam, train with GossipAdamW(..., num_ranks={setting.world_size}).")
+    if chosen.plan.method.name in ("sgp", "osgp"):
         sentences.append(
-            f"By Adam, train with GossipAdamW(..., num_ranks={setting.world_size}). MixedMomentum, and two peers per "
-            "round, come closer to all-reduce for twice the bytes each: docs/guides/default.md has nats by workers."
+            "MixedMomentum comes closer to all-reduce in equal steps, for twice the bytes: docs/guides/default.md has "
+            "nats by workers."
         )
     if chosen.settings:
         sentences.append(f"It was simulated with {chosen.settings}.")

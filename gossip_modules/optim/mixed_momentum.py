@@ -105,8 +105,17 @@ class MixedMomentum(MixedBuffers):
                     "leave it out where no other rank trains"
                 )
 
+        def check_state(*_: Any) -> None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            if any(not optimizer.state.get(p) for p in parameters):
+                raise ValueError(
+                    f"got a step of {type(optimizer).__name__} that kept no state, expected a first moment; take "
+                    "GossipAdamW, AdamW, or SGD with momentum"
+                )
+
         keep_moments_in(optimizer, pairs)
         optimizer.register_step_pre_hook(check_wrapper)
+        optimizer.register_step_post_hook(check_state)
         self._has_optimizer = True
         return optimizer
 

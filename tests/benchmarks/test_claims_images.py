@@ -48,7 +48,7 @@ def test_the_table_has_all_studies_by_workers() -> None:
     assert of_sgp({"worker_numbers": first, "accuracy_bytes": other}, 8)["gap"].tolist() == [0.0]  # of two seeds
 
 
-@pytest.mark.parametrize("name", images.IMAGES)
+@pytest.mark.parametrize("name", [name for name in images.IMAGES if name.startswith("sgp")])
 def test_a_claim_is_a_range_over_studies(name: str) -> None:
     low, _, high = images.IMAGES[name].text().partition(" to ")
     assert 0 <= float(low) <= float(high or low) < 5

@@ -41,14 +41,14 @@ def test_all_pages_begin_with_sgp_and_gossip_adamw() -> None:
         assert "GossipAdamW" in text(page)
 
 
-def test_mixed_moments_come_closest_to_all_reduce(language: pd.DataFrame) -> None:
-    """With 8 workers within the target of 0.02 nats; with more they miss it, and the pages say by how much."""
+def test_mixed_moments_bring_sgp_closer_to_all_reduce(language: pd.DataFrame) -> None:
+    """With 8 workers within the target of 0.02 nats; with more one peer misses it."""
     own = language.loc[8]
     assert own.loc[MIXED, "seeds"] == own.loc[BASE, "seeds"] == 3
     assert own.loc[MIXED, "beyond"] <= 0.02
     assert own.loc[MIXED, "beyond"] < own.loc[SGP, "beyond"] < own.loc[PLAIN, "beyond"]
-    for workers in language.index.unique("workers").drop(8):
-        assert f"| {workers} | {language.loc[(workers, MIXED), 'beyond']:+.3f} |" in text("docs/guides/default.md")
+    for workers in (16, 32, 64):
+        assert 0.02 < language.loc[(workers, MIXED), "beyond"] < 0.06
 
 
 @pytest.mark.timeout(300)

@@ -100,6 +100,7 @@ def test_the_steps_of_a_training_that_ends_at_a_loss() -> None:
     assert own_length(ends, 1.75) == pytest.approx(math.sqrt(1200 * 3000))
     assert own_length(ends, 1.5) == pytest.approx(3000)
     assert math.isnan(own_length(ends, 1.49))
+    assert math.isnan(own_length(ends, 3.5))  # the shortest one ends below it
 
 
 def test_seconds_to_the_loss_that_all_compared_methods_reach(language: pd.DataFrame, cells: pd.DataFrame) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,18 +14,17 @@ import pytest
 from benchmarks import pages
 from benchmarks.claims.registry import filled
 from benchmarks.pages.base import QUESTIONS
-from benchmarks.record import PROVENANCE, RESULTS, ROOT, write_rows
-from tests.benchmarks.test_provenance import has_history
+from benchmarks.record import PROVENANCE, RESULTS, write_rows
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, str]:
-    """The pages that commands write, by the name of the file; they take seconds."""
-    return {path.name: text for path, text in pages.texts().items()}
+def made() -> dict[Path, str]:
+    """The pages that commands write, and a picture, by their paths from docs/benchmarks/; they take seconds."""
+    return {Path(os.path.relpath(path, pages.DOCS)): text for path, text in pages.texts().items()}
 
 
 @pytest.fixture
-def _made_once(made: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def _made_once(made: dict[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "texts", lambda: {pages.DOCS / name: text for name, text in made.items()})
 
 
@@ -92,15 +91,3 @@ def test_a_page_that_was_edited_by_hand_is_named(
     said = capsys.readouterr().out
     assert f"error: got {edited} out of date" in said
     assert f"error: got {stray} out of date" in said
-
-
-def test_the_page_of_a_finished_study_names_a_script_that_its_commit_has() -> None:
-    scripts = {own.script for page in pages.PAGES.values() for own in page.measurements() if own.script}
-    assert [script for script in scripts if (ROOT / script.partition(":")[2]).exists()] == []
-    texts = [path.read_text(encoding="utf-8") for path in pages.DOCS.glob("*.md")]
-    named = sorted({name for text in texts for name in re.findall(r"git show ([0-9a-f]+:[\w./]+)", text)})
-    assert scripts <= set(named)
-    asked = ["git", "cat-file", "--batch-check=%(objecttype)"]
-    found = subprocess.run(asked, cwd=ROOT, input="\n".join(named), capture_output=True, text=True).stdout
-    if has_history():
-        assert [name for name, kind in zip(named, found.splitlines(), strict=True) if kind != "blob"] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 
 import pandas as pd
@@ -74,22 +73,6 @@ def test_verdicts_are_those_of_the_rules() -> None:
             assert text, each
             assert verdict in VERDICTS, each
             assert (verdict == OTHER_SCALE) != each.is_comparable or each.measure()[1] == OTHER_SCALE, each
-
-
-def test_commands_can_be_typed() -> None:
-    shallow = ["git", "rev-parse", "--is-shallow-repository"]
-    has_history = subprocess.run(shallow, cwd=ROOT, capture_output=True, text=True).stdout == "false\n"
-    for csv in {csv for each in published.headlines() for csv in each.csvs}:
-        for command in rows_of(csv)["command"].unique():
-            commit = published.script_of(command)
-            if commit and has_history:
-                path = command.split()[2 if command.split()[1] == "-m" else 1].removesuffix(".py").replace(".", "/")
-                found = [
-                    subprocess.run(["git", "cat-file", "-e", f"{commit}:{name}"], cwd=ROOT, capture_output=True)
-                    for name in (f"{path}.py", f"{path}/__main__.py")
-                ]
-                assert 0 in [each.returncode for each in found], command
-                assert f"git worktree add ../at-{commit} {commit}" in PAGE
 
 
 def test_pictures_of_papers_are_there() -> None:

@@ -45,6 +45,6 @@ def test_moves_are_counted_in_one_step() -> None:
 
 def test_the_page_has_the_command_and_no_count() -> None:
     root = Path(size.__file__).parents[1]
-    page = (root / "docs" / "decisions" / "size.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "decisions" / "tools.md").read_text(encoding="utf-8")
     assert "python -m benchmarks.size --moves" in page
     assert re.findall(r"At commit", page) == []

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import gossip_modules
-from benchmarks import pages
 from gossip_modules.compat import moved
 from tests.harness.pages import RANKS, ROOT, scripts, snippets
 from tests.harness.scripts import script_outputs
@@ -103,7 +102,7 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 def test_pages_name_files_that_exist() -> None:
-    """Links between pages are checked by `make docs`; scripts of finished studies are in an earlier commit."""
+    """Links between pages are checked by `make docs`."""
     named = {
         (page.relative_to(ROOT).as_posix(), path)
         for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -112,8 +111,7 @@ def test_pages_name_files_that_exist() -> None:
             page.read_text(encoding="utf-8"),
         )
     }
-    studies = {own.script.partition(":")[2] for page in pages.PAGES.values() for own in page.measurements()}
-    assert sorted((page, path) for page, path in named if not ((ROOT / path).exists() or path in studies)) == []
+    assert sorted((page, path) for page, path in named if not (ROOT / path).exists()) == []
 
 
 def run_script(name: str, folder: Path) -> list[str]:

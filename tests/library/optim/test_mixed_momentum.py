@@ -416,6 +416,15 @@ def test_an_optimizer_without_a_first_moment_is_refused() -> None:
         momentum_of(module).of(torch.optim.Adagrad(module.parameters()))
 
 
+def test_an_optimizer_without_a_state_is_refused() -> None:
+    module = net()
+    Selection().check(module)
+    optimizer = momentum_of(module).of(torch.optim.SGD(module.parameters(), lr=0.1))
+    loss(module, batch(0, 0)).backward()
+    with pytest.raises(ValueError, match="a step of SGD that kept no state, expected a first moment"):
+        optimizer.step()
+
+
 def test_a_cast_after_it_is_refused() -> None:
     module = net().float()
     Selection().check(module)
