@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -225,14 +226,11 @@ def partly_frozen() -> nn.Module:
 
 
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Equal models on all workers."""
-
-    def made() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return make()
-
-    return made
+    """Equal models on all workers: copies, since workers are threads, which share the generator that draws a model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make()
+    return lambda: copy.deepcopy(model)
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
