@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 FILE = ROOT / "docs" / "llms.txt"
 API = ROOT / "docs" / "api"
 HOSTS = tuple(f"gossip_modules.integrations.{host}" for host in ("accelerate", "lightning", "transformers"))
-LEFT_OUT = ("gossip_modules.matcha", "gossip_modules.methods")
-"""Modules without lines: the plans of MATCHA, and the registry of the scripts."""
+LEFT_OUT = ("gossip_modules.dpwa", "gossip_modules.matcha", "gossip_modules.methods")
+"""Modules without lines: the parts of dpwa, the plans of MATCHA, and the registry of the scripts."""
 WITH_METHODS = ("wrappers", "asynchronous", "checkpoints", "membership")  # whose methods a script calls, but for
-WITHOUT_METHODS = ("Interpolation", "PairwiseConfig", "MailMembership")
+WITHOUT_METHODS = ("MailMembership",)
 
 HEAD = """# gossip_modules
 

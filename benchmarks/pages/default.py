@@ -122,7 +122,7 @@ DEFAULT: Mapping[str, Page] = {
         "language.csv",
         """\
 **With mixed first moments, SGP ends {language.mixed_8} nats above all-reduce with 8 workers, {language.mixed_16} with
-16 and {language.mixed_64} with 64**, by [`GossipAdamW`][gossip_modules.GossipAdamW] and
+16 and, of one seed, {language.mixed_64} with 64**, by [`GossipAdamW`][gossip_modules.GossipAdamW] and
 [`MixedMomentum`][gossip_modules.MixedMomentum]. Without mixed moments it ends {language.sgp_8} above with 8 workers,
 and by AdamW {language.adamw_8} with the first seed: the second moments make {language.moments} of that.""",
         render=every_end,

@@ -17,7 +17,7 @@ class EXTRA(Algorithm):
 
         z_i = sum_j W_ij x_j              # x: before the optimizer step
         x_i <- h_i + (z_i - x_i) - p_i
-        p_i <- p_i + (x_i - z_i) / 2      # x, z: those of the first line
+        p_i <- p_i + (x_i - z_i) / 2      # x and z as in the first line
 
     These lines are the recursion of the paper, summed over rounds. At a fixed point the ranks agree, and p cancels the
     step of each rank: with exact gradients all ranks reach the optimum of the mean of their losses, however their data
