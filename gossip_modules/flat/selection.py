@@ -21,9 +21,12 @@ class MixedBuffers(nn.Module):
 
     Attributes:
         has_wrapper: whether a module with this one in it was wrapped.
+        source: the number of the replica whose gradients this process computes, such as its rank; 0 on all ranks where
+            gradients are averaged.
     """
 
     has_wrapper = False
+    source = 0
 
     def check_training(self) -> None:
         """Raise ValueError if its buffers have no use in the training that is about to begin."""

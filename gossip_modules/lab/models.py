@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..flat.selection import Selection, mixed_buffers
 from ..flat.slots import Slot, in_order
-from ..optim.mixed_momentum import MixedMomentum, buffer_name, keep_moments_in
+from ..optim.mixed_momentum import MixedMomentum, buffer_name, keep_moments_in, probe_name
 from ..rounds.requests import SGDStep
 from ..rounds.rows import Indices
 from .clock import Exchanges
@@ -173,12 +173,19 @@ class Models:
         """Keep the first moments of the optimizers in buffers, if the model has a `MixedMomentum`."""
         for prefix, module in self.module.named_modules():
             if isinstance(module, MixedMomentum):
-                parent = prefix.rpartition(".")[0]
-                names = {f"{parent}.{name}": f"{prefix}.{buffer_name(name)}" for name in module.names}
-                for worker, (optimizer, leaves) in enumerate(zip(self.optimizers, self._leaves, strict=True)):
-                    rows = ... if self._is_stacked else worker
-                    pairs = [(leaf, self.buffers[names[name]][rows]) for name, leaf in zip(self.names, leaves)]
-                    keep_moments_in(optimizer, pairs.copy)
+                for worker in range(len(self.optimizers)):
+                    self._keep_moments_of(worker, prefix, module)
+
+    def _keep_moments_of(self, worker: int, prefix: str, momentum: MixedMomentum) -> None:
+        """Keep the first moments of an optimizer in the buffers of a `MixedMomentum` with this name."""
+        rows, sources = (..., range(len(self.x))) if self._is_stacked else (worker, worker)
+        parent, kept = prefix.rpartition(".")[0], []
+        own = {f"{parent}.{name}": name for name in momentum.names}
+        for name, leaf in zip(self.names, self._leaves[worker], strict=True):
+            names = buffer_name(own[name]), probe_name(own[name])
+            moment, probe = (self.buffers[f"{prefix}.{each}"][rows] for each in names)
+            kept.append((leaf, moment, probe))
+        keep_moments_in(self.optimizers[worker], kept.copy, lambda: sources)
 
     def views(self, x: Tensor) -> dict[str, Tensor]:
         """Return x [n, d] as the parameters by name, [n, *shape]; shares memory."""

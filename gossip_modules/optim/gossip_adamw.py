@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,10 @@ _CACHED = 65536
 """Elements of parameters that one kernel takes together on a processor, so that they stay in its cache."""
 _NEGLIGIBLE = 1e-17
 """A share of 1 that float64 does not hold."""
+PROBE, SHARE = "probe", "noise_share"
+"""The names of p and K in the state of a parameter whose moments are mixed."""
+PROBED = 64
+"""Elements of the probe of a parameter, or the elements of the parameter if there are fewer."""
 
 
 class GossipAdamW(StepOptimizer):
@@ -49,9 +54,21 @@ class GossipAdamW(StepOptimizer):
     below 1 / n from step 25 on, and u then has the mean of all-reduce. Before, one rank has not averaged enough
     gradients.
 
+    [Note: Mixed moments] Where rounds mix m (`MixedMomentum`), it has the gradients of other ranks too, and less noise
+    than k_t says: after many rounds with p peers on the exponential graph it has
+    (1 - b1)^2 sum_d b1^(2 d) / min((p + 1)^d, n), with one peer and b1 = 0.9 a third of k. The share depends on the
+    graph, the schedule and the workers that are there, so it is measured. A probe p takes part in all that happens to m,
+    with random signs z in place of the gradient, of which each rank draws its own:
+
+        p = b1 p + (1 - b1) z;        k_t = mean((p / (1 - b1^t))^2)
+
+    The mean of p^2 is the sum of the squared weights of all gradients in m, since signs of different ranks and steps
+    are independent and z^2 = 1. Each parameter has at most 64 elements of p, and k_t is their mean over the parameters
+    that one kernel takes together.
+
     L is the bound of a step of Adam, (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), so that no step is longer than one of
-    Adam can be. With n = 1 this is AdamW. From n = 1 / k on, 19 for b1 = 0.9, more ranks change nothing;
-    `docs/benchmarks/language.md` has the measurements of slower averages.
+    Adam can be. With n = 1 this is AdamW. From n = 1 / K' on, 19 for b1 = 0.9 without mixed moments, more ranks change
+    nothing; `docs/benchmarks/language.md` has the measurements of slower averages.
 
     Take it with SGP and with every other method with steps by a rank's own gradients, also as inner optimizer of local
     SGD and DiLoCo. Do not take it with AllReduce: its gradients are means already.
@@ -71,12 +88,17 @@ class GossipAdamW(StepOptimizer):
     Raises:
         ValueError: a setting out of range; (steps) sparse gradients; (load_state_dict) the state of another optimizer.
 
+    Attributes:
+        sources: returns the number of the rank whose gradients these are, or the numbers of the rows of stacked
+            parameters; None: no round mixes the moments. See [Note: Mixed moments]; `MixedMomentum.of` sets it.
+
     Example:
         >>> optimizer = GossipAdamW(model.parameters(), lr=1e-3, num_ranks=8)
     """
 
     moments = ("exp_avg", "exp_avg_sq", "exp_sq_avg")  # m, v and s
     is_elementwise = True  # the Lab may step all workers by one of these
+    sources: Callable[[], int | Sequence[int]] | None = None
 
     def __init__(
         self,
@@ -112,8 +134,9 @@ class GossipAdamW(StepOptimizer):
                 if x.grad is not None:
                     alike[x.device, x.dtype, self.advanced(x, x.grad)["step"]].append(x)
             for (device, _, t), tensors in alike.items():
+                kept = self._noise_share(tensors, t, *group["betas"])
                 for part in _parts(tensors) if device.type == "cpu" else [tensors]:
-                    self._step(part, t, group)
+                    self._step(part, t, group, kept)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; the groups keep their own `num_ranks`."""
@@ -122,23 +145,38 @@ class GossipAdamW(StepOptimizer):
         for group, num_ranks in zip(self.param_groups, own, strict=True):
             group["num_ranks"] = num_ranks
 
-    def _step(self, x: list[Tensor], t: int, group: dict[str, Any]) -> None:
-        """The update, for parameters with equally many steps."""
+    def _noise_share(self, x: list[Tensor], t: int, b1: float, b2: float) -> float | Tensor:
+        """K', one for all of these parameters; of stacked parameters one for each row, [n]."""
+        if self.sources is None:
+            return noise_share(t, b1, b2)
+        sources, states = self.sources(), [self.state[each] for each in x]
+        for each, state in zip(x, states, strict=True):
+            if PROBE not in state:
+                state.update(_probe_after(t - 1, b1, b2, each, sources))
+        probes, shares = ([state[name] for state in states] for name in (PROBE, SHARE))
+        sizes = [probe.shape[-1] for probe in probes]
+        z = _signs(sources, t, sum(sizes)).to(probes[0])
+        torch._foreach_lerp_(probes, z.split(sizes, -1), 1 - b1)
+        k_t = torch.cat(probes, -1).square().mean(-1) / (1 - b1**t) ** 2
+        torch._foreach_lerp_(shares, [k_t] * len(shares), 1 - b2)
+        share = torch.stack(shares).mean(0) / (1 - b2**t)
+        return share if share.dim() or share.device.type != "cpu" else share.item()
+
+    def _step(self, x: list[Tensor], t: int, group: dict[str, Any], kept: float | Tensor) -> None:
+        """The update, for parameters with equally many steps and the share K' of the noise."""
         (b1, b2), lr = group["betas"], group["lr"]
         g = [each.grad for each in x if each.grad is not None]
         m, v, s = ([self.state[each][name] for each in x] for name in self.moments)
         first, second = 1 - b1**t, 1 - b2**t
-        kept = noise_share(t, b1, b2)
-        share = max(1 / group["num_ranks"], kept)
-        of_all = (share - kept) / (1 - kept) if share > kept else 0.0  # the weight of v' in u
+        of_all = _weight_of_all(1 / group["num_ranks"], kept)
         longest = first * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
         torch._foreach_lerp_(m, g, 1 - b1)
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, g, g, value=1 - b2)
         torch._foreach_mul_(s, b2)
         torch._foreach_addcmul_(s, m, m, value=(1 - b2) / first**2)
-        root = torch._foreach_mul(v, of_all / second)
-        torch._foreach_add_(root, s, alpha=(1 - of_all) / second)
+        root = _scaled(v, of_all / second)
+        torch._foreach_add_(root, _scaled(s, (1 - of_all) / second))
         torch._foreach_sqrt_(root)
         torch._foreach_add_(root, group["eps"])
         step = torch._foreach_div(m, root)
@@ -146,6 +184,36 @@ class GossipAdamW(StepOptimizer):
         torch._foreach_clamp_min_(step, -longest)
         torch._foreach_mul_(x, 1 - lr * group["weight_decay"])
         torch._foreach_add_(x, step, alpha=-lr / first)
+
+
+def _probe_after(t: int, b1: float, b2: float, x: Tensor, sources: int | Sequence[int]) -> dict[str, Tensor]:
+    """p and K of a parameter after t steps whose moments no round has mixed."""
+    rows = () if isinstance(sources, int) else (len(sources),)
+    size = min(x.numel() // math.prod(rows), PROBED)
+    deviation = math.sqrt((1 - b1) / (1 + b1) * (1 - b1 ** (2 * t)))
+    kept = noise_share(t, b1, b2) * (1 - b2**t) if t else 0.0
+    return {PROBE: deviation * _signs(sources, 0, size).to(x), SHARE: x.new_full(rows, kept)}
+
+
+def _weight_of_all(share: float, kept: float | Tensor) -> float | Tensor:
+    """(r - K') / (1 - K'), the weight of v' in u, for the share 1 / n and K'."""
+    if isinstance(kept, Tensor):
+        return (share - kept).clamp_min(0) / (1 - kept).clamp_min(_NEGLIGIBLE)
+    return max(share - kept, 0.0) / max(1 - kept, _NEGLIGIBLE)
+
+
+def _scaled(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """The tensors times a factor; a factor [n] has one for each row."""
+    if isinstance(factor, Tensor) and factor.dim():
+        return [x * factor.view(-1, *[1] * (x.dim() - 1)) for x in tensors]
+    return list(torch._foreach_mul(tensors, factor))
+
+
+def _signs(sources: int | Sequence[int], t: int, size: int) -> Tensor:
+    """Draw the random signs of step t, int8 [size] of one source, or [n, size] of several."""
+    if isinstance(sources, int):
+        return torch.from_numpy(2 * np.random.default_rng((sources, t)).integers(2, size=size, dtype=np.int8) - 1)
+    return torch.stack([_signs(source, t, size) for source in sources])
 
 
 def noise_share(t: int, b1: float, b2: float) -> float:

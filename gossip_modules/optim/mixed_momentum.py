@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -11,14 +11,15 @@ from torch.optim import Optimizer
 
 from ..flat.selection import MixedBuffers
 from ..flat.sharded import meshes_of
+from .gossip_adamw import PROBE, PROBED, GossipAdamW
 
 MOMENTS = ("exp_avg", "momentum_buffer")
 """The names of the first moment of a parameter in the state of an optimizer: of Adam and its kin, and of SGD."""
 NAME = "mixed_momentum"
 """The name of the `MixedMomentum` in its module."""
 
-Pairs: TypeAlias = Iterable[tuple[Tensor, Tensor]]
-"""Parameters, and the buffers that hold their first moments."""
+Kept: TypeAlias = Iterable[tuple[Tensor, Tensor, Tensor]]
+"""Parameters, and the buffers that hold their first moments and the probes of `GossipAdamW`."""
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 
 
@@ -31,7 +32,9 @@ class MixedMomentum(MixedBuffers):
         x_i <- sum_j W_ij x_j
 
     so the next step has a moment of many ranks, as the step of all-reduce has. Messages have twice the elements.
-    `docs/benchmarks/language.md` has the measurements.
+    `docs/benchmarks/language.md` has the measurements. `GossipAdamW` needs the share of the noise that mixed moments
+    keep, and measures it with a probe of at most 64 elements for each parameter, which rounds mix too: see [Note: Mixed
+    moments] there.
 
     The moments are buffers of the module, without a place in its `state_dict()`, and wrappers mix them like running
     statistics: in rounds, in exact averages, and late with `overlap=True`. The state of the optimizer refers to them,
@@ -76,6 +79,8 @@ class MixedMomentum(MixedBuffers):
         self._trained, self._has_optimizer = list(trained.values()), False
         for name, parameter in trained.items():
             self.register_buffer(buffer_name(name), torch.zeros_like(parameter), persistent=False)
+            probe = parameter.detach().new_zeros(min(parameter.numel(), PROBED))
+            self.register_buffer(probe_name(name), probe, persistent=False)
         setattr(module, NAME, self)
 
     def forward(self, x: Any) -> Any:
@@ -94,8 +99,9 @@ class MixedMomentum(MixedBuffers):
                 was made; (steps) it has no first moment, or no wrapper mixes the moments.
         """
 
-        def pairs() -> Pairs:
-            return zip(self._trained, (self.get_buffer(buffer_name(name)) for name in self.names), strict=True)
+        def kept() -> Kept:
+            for name, parameter in zip(self.names, self._trained, strict=True):
+                yield parameter, self.get_buffer(buffer_name(name)), self.get_buffer(probe_name(name))
 
         def check_wrapper(*_: Any) -> None:
             if not self.has_wrapper:
@@ -113,7 +119,7 @@ class MixedMomentum(MixedBuffers):
                     "GossipAdamW, AdamW, or SGD with momentum"
                 )
 
-        keep_moments_in(optimizer, pairs)
+        keep_moments_in(optimizer, kept, lambda: self.source)
         optimizer.register_step_pre_hook(check_wrapper)
         optimizer.register_step_post_hook(check_state)
         self._has_optimizer = True
@@ -134,16 +140,22 @@ def buffer_name(parameter_name: str) -> str:
     return parameter_name.replace(".", "/")
 
 
-def keep_moments_in(optimizer: Optimizer, pairs: Callable[[], Pairs]) -> None:
+def probe_name(parameter_name: str) -> str:
+    """Return the name of the buffer of a parameter's probe."""
+    return f"{buffer_name(parameter_name)}/{PROBE}"
+
+
+def keep_moments_in(optimizer: Optimizer, kept: Callable[[], Kept], sources: Callable[[], int | Sequence[int]]) -> None:
     """Let the state of an optimizer refer to these buffers as the first moments of parameters, after each step.
 
     Args:
         optimizer: the optimizer; mutated: it gets hooks.
-        pairs: returns its parameters and their buffers.
+        kept: returns its parameters and their buffers.
+        sources: see `GossipAdamW`.
     """
 
     def keep(*_: Any) -> None:
-        buffers = {id(parameter): buffer for parameter, buffer in pairs()}
+        buffers = {id(parameter): own for parameter, *own in kept()}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.requires_grad and id(parameter) not in buffers:
                 raise ValueError(
@@ -152,21 +164,31 @@ def keep_moments_in(optimizer: Optimizer, pairs: Callable[[], Pairs]) -> None:
                     "it after the last change of the module, and before the wrapper"
                 )
             if state := optimizer.state.get(parameter):
-                _keep(optimizer, state, buffers[id(parameter)])
+                moment, probe = buffers[id(parameter)]
+                _keep(optimizer, state, _moment_in(optimizer, state), moment)
+                if PROBE in state:
+                    _keep(optimizer, state, PROBE, probe)
 
+    if isinstance(optimizer, GossipAdamW):
+        optimizer.sources = sources
     keep()
     optimizer.register_step_post_hook(keep)
     optimizer.register_load_state_dict_post_hook(keep)
 
 
-@torch.no_grad()
-def _keep(optimizer: Optimizer, state: dict[str, Any], buffer: Tensor) -> None:
+def _moment_in(optimizer: Optimizer, state: dict[str, Any]) -> str:
+    """Return the name of the first moment in the state of a parameter."""
     moment = next((name for name in MOMENTS if isinstance(state.get(name), Tensor)), None)
     if moment is None:
         raise ValueError(
             f"got {type(optimizer).__name__} with a state of {', '.join(map(str, state))}, expected a first moment "
             f"{' or '.join(MOMENTS)}; take GossipAdamW, AdamW, or SGD with momentum"
         )
+    return moment
+
+
+@torch.no_grad()
+def _keep(optimizer: Optimizer, state: dict[str, Any], moment: str, buffer: Tensor) -> None:
     if state[moment].shape != buffer.shape or state[moment].dtype != buffer.dtype:
         raise ValueError(
             f"got a {moment} of {type(optimizer).__name__} with shape {tuple(state[moment].shape)} and "

@@ -18,7 +18,7 @@ from ..engine.lockstep import LockstepEngine
 from ..flat.aliases import has_memory
 from ..flat.buffer import FlatBuffer
 from ..flat.former_layout import FormerLayout
-from ..flat.selection import Selection
+from ..flat.selection import Selection, mixed_buffers
 from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.loop import Loop, RoundTime
@@ -143,6 +143,9 @@ class LocalModel(AveragedModel):
     def connect(self, transport: ProcessGroupTransport | LinkTransport) -> None:
         """Run rounds over this transport from now on."""
         self.transport, self.is_connected = transport, True
+        name = self.world.own_name
+        for part in mixed_buffers(self.buffer.module):  # the processes of a node have one source
+            part.source = transport.rank if name is None else int(name.partition(".")[0])
 
     def share_with(self, node: Node) -> None:
         """Hold this model together with the processes of the node."""

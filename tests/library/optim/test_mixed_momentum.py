@@ -18,6 +18,8 @@ from gossip_modules.lab import Compute, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.lab.plan import LabPlan
 from gossip_modules.mixing_manager import UniformMixing
+from gossip_modules.optim.gossip_adamw import noise_share
+from tests.harness.processes import run_processes
 from tests.harness.ranks import run_ranks
 from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close, member_of
 
@@ -160,6 +162,120 @@ def test_a_late_round_mixes_the_moments_too() -> None:
     assert float((mixed - mixed.mean(0)).norm() / mixed.norm()) < 0.8
 
 
+WRAPPERS: dict[str, Any] = {
+    "GossipDataParallel": lambda module, group: gm.GossipDataParallel(module, process_group=group),
+    "gossip": lambda module, group: gm.gossip(module, process_group=group),
+    "BilatGossipDataParallel": lambda module, group: gm.BilatGossipDataParallel(module, process_group=group),
+    "GroupAverageDataParallel": lambda module, group: gm.GroupAverageDataParallel(module, process_group=group),
+}
+
+
+# The share of the noise in mixed moments.
+
+
+def share_of_mixed(plan: LabPlan, num_workers: int, b1: float, b2: float, steps: int) -> Tensor:
+    """K' of each worker, from the covariance of the moments over the workers: C <- W (b1^2 C + (1 - b1)^2 I) W^T."""
+    graph = NPeerDynamicDirectedExponentialGraph(num_workers, peers_per_itr=plan.peers_per_itr or 1)
+    mixing, covariance, share = UniformMixing(graph), torch.zeros(num_workers, num_workers).double(), torch.zeros(())
+    for t in range(1, steps + 1):
+        if t > 1:  # a round is before the step
+            W = mixing.matrix(t - 1)
+            covariance = W @ covariance @ W.T
+        covariance = b1**2 * covariance + (1 - b1) ** 2 * torch.eye(num_workers)
+        share = b2 * share + (1 - b2) * covariance.diagonal() / (1 - b1**t) ** 2
+    return share / (1 - b2**steps)
+
+
+@pytest.mark.parametrize(("num_workers", "peers"), [(4, 1), (8, 1), (16, 2)])
+def test_the_probe_measures_the_share_of_the_noise(num_workers: int, peers: int) -> None:
+    """The tolerance is five standard errors: 2,048 signs, in the average of some three independent ones."""
+    plan, steps, b1, b2 = LabPlan.of("sgp", peers_per_itr=peers), 120, 0.9, 0.95
+
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        module = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(32)).double()
+        MixedMomentum(module)
+        return module
+
+    def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+        return torch.stack([(p * x).sum() for p in module.parameters()]).sum()
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return GossipAdamW(parameters, lr=0.01, betas=(b1, b2), num_ranks=num_workers)
+
+    task = LabTask(wide, loss_of, lambda worker, step, generator: torch.randn(8, 8, generator=generator).double(), make)
+    training = LabTraining(plan, Setting(num_workers, None, Compute(0.1), Network("1 Gbit/s")), task)
+    for _ in training.run(steps):
+        pass
+    (optimizer,) = training.models.optimizers
+    shares = torch.stack([state["noise_share"] for state in optimizer.state.values()]) / (1 - b2**steps)
+    expected = share_of_mixed(plan, num_workers, b1, b2, steps)
+    assert shares.std(0).max() == 0  # one for all parameters
+    assert float(expected.max()) < 0.6 * noise_share(steps, b1, b2)
+    torch.testing.assert_close(shares.mean(0), expected, rtol=5 * (2 / 2048 / 3) ** 0.5, atol=0)
+
+
+def test_without_rounds_the_probe_has_the_share_of_one_rank() -> None:
+    """From the first step on, and from a state without a probe."""
+    x = nn.Parameter(torch.zeros(64, 64))
+    optimizer = GossipAdamW([x, *(nn.Parameter(torch.zeros(64)) for _ in range(63))], num_ranks=8)
+    for t in range(1, 61):
+        if t == 21:
+            optimizer.sources = lambda: 3
+        for each in optimizer.param_groups[0]["params"]:
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        if t > 20:
+            share = float(optimizer.state[x]["noise_share"]) / (1 - 0.95**t)
+            assert share == pytest.approx(noise_share(t, 0.9, 0.95), rel=0.08)
+
+
+@pytest.mark.parametrize(
+    "name", ["GossipDataParallel", "gossip", "BilatGossipDataParallel", "GroupAverageDataParallel"]
+)
+def test_each_rank_draws_its_own_signs(name: str) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[int, int]:
+        module = net()
+        model = WRAPPERS[name](module, group)
+        model.close()
+        return momentum_of(module).source, group.rank()
+
+    assert all(source == rank for source, rank in run_ranks(N, body))
+
+
+def in_a_node(rank: int) -> int:
+    module = net()
+    model = gm.GossipDataParallel(module, nprocs_per_node=2)
+    model.close()
+    return momentum_of(module).source
+
+
+@pytest.mark.e2e
+def test_processes_of_a_node_draw_the_same_signs() -> None:
+    outcomes = run_processes(4, in_a_node)
+    assert not any(outcome.error for outcome in outcomes)
+    assert [outcome.result for outcome in outcomes] == [0, 0, 1, 1]
+
+
+def test_with_averaged_gradients_all_ranks_draw_the_same_signs() -> None:
+    """A measured share differs on no rank, so the models stay equal."""
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        module = copy.deepcopy(start)
+        model = gm.AllReduceDataParallel(module, process_group=group)
+        optimizer = momentum_of(module).of(GossipAdamW(model.parameters(), lr=0.01, num_ranks=1000))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, batch(group.rank(), step)).backward()
+            optimizer.step()
+        model.close()
+        return _flat(module.parameters())
+
+    start = net()
+    x, y = run_ranks(2, body)
+    assert torch.equal(x, y)
+
+
 # Resuming, copies, and workers that join.
 
 
@@ -173,6 +289,7 @@ def test_training_goes_on_from_the_states_of_model_and_optimizer_on_other_ranks(
         ring = gm.RingGraph(N, peers_per_itr=2)
         model = gm.GossipDataParallel(module, process_group=group, graph=ring, **arguments)
         optimizer = momentum_of(module).of(gossip_adamw(model.parameters()))
+        momentum_of(module).source = place  # each rank draws its own signs; here these of the place in all runs
         if steps.start:
             module.load_state_dict(saved[place][0])
             optimizer.load_state_dict(copy.deepcopy(saved[place][1]))  # torch copies no tensor of it
@@ -319,14 +436,6 @@ def _moments(momentum: MixedMomentum) -> Tensor:
 
 
 # Mistakes.
-
-
-WRAPPERS: dict[str, Any] = {
-    "GossipDataParallel": lambda module, group: gm.GossipDataParallel(module, process_group=group),
-    "gossip": lambda module, group: gm.gossip(module, process_group=group),
-    "BilatGossipDataParallel": lambda module, group: gm.BilatGossipDataParallel(module, process_group=group),
-    "GroupAverageDataParallel": lambda module, group: gm.GroupAverageDataParallel(module, process_group=group),
-}
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
