@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -257,7 +258,7 @@ class Stacked:
         for p in algorithm.starting_at(k):
             fragment = self.fragments[p]
             fragment.t, fragment._answered, before = algorithm.number_of(p, k), self._answered, fragment.sent_bytes
-            fragment.launch(Vector([columns[p]]), k, sgd)
+            fragment.launch(Vector([columns[p]]), k, sgd, is_late=bool(algorithm.delay))
             self.sent_bytes += fragment.sent_bytes - before
             if algorithm.delay:
                 due = k + int(algorithm.delay)
@@ -298,14 +299,22 @@ class Stacked:
                 memory.restart_inner()
         _mark(x)
 
-    def launch(self, x: Vector, k: int, sgd: SGDStep | None) -> None:
-        """Begin a round and answer its first request; arguments as for `run`."""
+    def launch(self, x: Vector, k: int, sgd: SGDStep | None, *, is_late: bool = False) -> None:
+        """Begin a round and answer its first request.
+
+        Args:
+            x, k, sgd: see `run`.
+            is_late: whether models change before `land`; what the first request does to them is then a correction.
+        """
         v = self._vectors(x, sgd)
         if self.algorithm.follows_rate:
             for memory in self.memories:
                 memory.scale(None if sgd is None else sgd.lr)
         generators = [self.algorithm.round(each, memory, k) for each, memory in zip(v, self.memories, strict=True)]
-        self._open = StackedRound(generators, v, self._answer(_next_requests(generators, [None] * len(v)), v))
+        requests = _next_requests(generators, [None] * len(v))
+        if is_late:
+            requests = [_let_go(request, each) for request, each in zip(requests, v)]
+        self._open = StackedRound(generators, v, self._answer(requests, v))
 
     def keep_sent(self) -> None:
         """Let the round that `launch` began keep a copy of the models; see `Vectors.sent`."""
@@ -317,7 +326,9 @@ class Stacked:
         """End the round that `launch` began, on the present models x."""
         assert self._open is not None, "launch() comes first"
         for v, model in zip(self._open.v, self._models(x), strict=True):
-            v.x = model
+            sent, v.x = v.x, model
+            if isinstance(sent, SentVector):
+                model.add_(sent)
         self._run_to_end()
 
     def _run_to_end(self) -> None:
@@ -469,6 +480,14 @@ def _equal_runs(num_elements: int, num_runs: int) -> list[tuple[int, int]]:
     """Return [first, last) of equal runs of elements."""
     stops = [num_elements * p // max(num_runs, 1) for p in range(num_runs + 1)]
     return list(itertools.pairwise(stops))
+
+
+def _let_go(request: Request, v: Vectors) -> Request:
+    """Let a request for the model itself work on a copy, which becomes the correction; see `Driver.depart`."""
+    if isinstance(request, Mix | Average) and request.x is v.x:
+        v.x = SentVector([part.clone() for part in v.x.parts])
+        return replace(request, x=v.x)
+    return request
 
 
 def _mark(x: Vector) -> None:

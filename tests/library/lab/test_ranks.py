@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.methods import METHODS, wrapping
 from gossip_modules.methods.chosen import Chosen, read_algorithm
 from gossip_modules.methods.options import Context, WrapperOptions
+from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.ranks import run_ranks
 
 N, STEPS, PERIOD = 5, 7, 3
@@ -50,11 +51,12 @@ def task(momentum: float) -> LabTask:
     )
 
 
-def chosen(name: str) -> Chosen:
-    """The recipe, with few steps between rounds."""
+def chosen(name: str, **settings: Any) -> Chosen:
+    """The recipe, with few steps between rounds, and with these settings of the algorithm."""
     found = read_algorithm(name, seed=0)
     period = found.method.period
-    return replace(found, made=replace(found.made, **{period: PERIOD})) if period else found
+    settings |= {period: PERIOD} if period else {}
+    return replace(found, made=replace(found.made, **settings)) if settings else found
 
 
 class Trained(NamedTuple):
@@ -66,9 +68,9 @@ class Trained(NamedTuple):
 
 
 def by_ranks(
-    name: str, own: LabTask, start: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, **options: Any
+    found: Chosen, own: LabTask, start: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> Trained:
-    """Train ranks in threads by the recipe, with these options of the wrapper."""
+    """Train ranks in threads by the method, with these options of the wrapper."""
     this = threading.local()
 
     def in_group(wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +83,6 @@ def by_ranks(
         this.group = group
         module = own.model()
         module.load_state_dict(start)
-        found = chosen(name)
         context = Context(group.rank(), N, seed=0, timeout=timedelta(minutes=1))
         model: Any = found.method.wrap(module, found, WrapperOptions(), context)
         assert own.optimizer is not None
@@ -112,8 +113,24 @@ def momenta_of(module: nn.Module) -> list[MixedMomentum]:
 @pytest.mark.parametrize("name", LOCKSTEP)
 def test_a_method_trains_as_by_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, so that rounding crosses no threshold of a code."""
+    check_as_by_ranks(name, chosen(name), monkeypatch)
+
+
+def takes_delay(name: str) -> bool:
+    """Whether rounds of the recipe may end steps after they began."""
+    made = read_algorithm(name, seed=0).made
+    return isinstance(made, Algorithm) and any(field.name == "delay" and field.init for field in fields(made))
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize("name", [*filter(takes_delay, LOCKSTEP)])
+def test_a_method_with_a_delay_trains_as_by_ranks(name: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_as_by_ranks(name, chosen(name, delay=delay), monkeypatch)
+
+
+def check_as_by_ranks(name: str, found: Chosen, monkeypatch: pytest.MonkeyPatch) -> None:
     own = task(0.9 if METHODS[name].needs_sgd else 0.0)
-    plan = replace(LabPlan.of(name), chosen=chosen(name), is_text=False)
+    plan = replace(LabPlan.of(name), chosen=found, is_text=False)
     training = LabTraining(plan, Setting(N, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
     begin = {n.removeprefix("model."): p.detach().clone() for n, p in training.models.module.named_parameters()}
     for _ in training.run(STEPS):
@@ -124,7 +141,7 @@ def test_a_method_trains_as_by_ranks(name: str, monkeypatch: pytest.MonkeyPatch)
     assert float((z - moved).norm(dim=1).min()) > 0.01, "nothing was learnt"
     names = [n.removeprefix("model.") for n in training.models.names]
     assert names == list(begin), "the order of the flat vector"
-    torch.testing.assert_close(z, by_ranks(name, own, begin, monkeypatch).x, rtol=0, atol=1e-6)
+    torch.testing.assert_close(z, by_ranks(found, own, begin, monkeypatch).x, rtol=0, atol=1e-6)
 
 
 # Mixed moments.
@@ -159,7 +176,7 @@ def test_moments_are_mixed_and_bytes_are_counted_as_by_ranks(
     begin = {n.removeprefix("model."): p.detach().clone() for n, p in training.models.module.named_parameters()}
     for _ in training.run(STEPS):
         pass
-    z, found = training.settle(), by_ranks(name, own, begin, monkeypatch, **options)
+    z, found = training.settle(), by_ranks(chosen(name), own, begin, monkeypatch, **options)
     moments = torch.cat([training.models.buffers[name].flatten(1) for name in training.models.mixed], 1)
     assert moments.shape == found.moments.shape
     assert float(moments.std()) > 1e-3
@@ -184,7 +201,7 @@ def test_the_lab_refuses_methods_whose_moments_it_would_mix_in_another_way(name:
 def test_ranks_refuse_algorithms_that_compute_the_momentum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = replace(task(0.9), model=with_moments)
     with pytest.raises(ValueError, match=REFUSED[name]):
-        by_ranks(name, own, own.model().state_dict(), monkeypatch)
+        by_ranks(chosen(name), own, own.model().state_dict(), monkeypatch)
 
 
 def test_methods_at_their_own_pace_are_those_whose_rounds_depend_on_time() -> None:
