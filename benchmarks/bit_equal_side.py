@@ -91,6 +91,8 @@ METHODS: Mapping[str, Callable[[], Arguments]] = {
     "extra": lambda: {"algorithm": g.EXTRA()},
     "clippedgossip": lambda: {**MIXED, "algorithm": g.ClippedGossip(0.05)},
     "gradienttracking": lambda: {"algorithm": g.GradientTracking()},
+    "kgt": lambda: {"algorithm": g.KGT(4)},
+    "proxskip": lambda: {"algorithm": g.ProxSkip(0.4)},
     "decentlam": lambda: {"algorithm": g.DecentLaM()},
     "relaysgd": lambda: {**MIXED, "algorithm": g.RelaySGD()},
     "sparta": lambda: {**MIXED, "algorithm": g.Sparta(0.2)},
@@ -118,7 +120,8 @@ VARIANTS: Mapping[str, Callable[[Arguments], Arguments | None]] = {
 """The variants of each method: more arguments, given the arguments of the method; None: the method has none."""
 
 MIXES = ("dpsgd", "sgp", "osgp", "matcha", "noloco", "gasloc", "decentlam", "qgdsgdm", "d2", "exactdiffusion", "extra")
-RULES = ("qgdsgdm", "d2", "exactdiffusion", "extra", "gradienttracking", "decentlam", "relaysgd")
+TRACKING = ("gradienttracking", "kgt", "proxskip")
+RULES = ("qgdsgdm", "d2", "exactdiffusion", "extra", *TRACKING, "decentlam", "relaysgd")
 
 
 def is_variant(method: str, variant: str) -> bool:
@@ -126,7 +129,7 @@ def is_variant(method: str, variant: str) -> bool:
     if variant == "overlap":
         return method not in ("ar", "osgp", "streamingdiloco", "eagerdiloco", *RULES)
     if variant == "bfloat16":
-        return method in (*MIXES, "gradienttracking")
+        return method in (*MIXES, *TRACKING)
     if variant == 'rounds="step"':
         return method != "ar"
     if variant == "resumed":  # the round in flight of EagerDiLoCo ends early in a library that does not save it

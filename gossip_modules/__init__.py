@@ -27,11 +27,13 @@ from .algorithms.extra import EXTRA
 from .algorithms.gasloc import GASLoC
 from .algorithms.gradient_tracking import GradientTracking
 from .algorithms.isoloco import IsoLoCo
+from .algorithms.kgt import KGT
 from .algorithms.local_sgd import LocalSGD
 from .algorithms.moniqua import Moniqua
 from .algorithms.muloco import MuLoCo
 from .algorithms.noloco import NoLoCo
 from .algorithms.power_gossip import PowerGossip
+from .algorithms.prox_skip import ProxSkip
 from .algorithms.qg_dsgdm import QGDSGDm
 from .algorithms.rda import RDA
 from .algorithms.relay_sgd import RelaySGD
@@ -77,6 +79,7 @@ __all__ = [
     "D2",
     "DPSGD",
     "EXTRA",
+    "KGT",
     "QSGD",
     "RDA",
     "AllReduceDataParallel",
@@ -108,6 +111,7 @@ __all__ = [
     "PairwiseDataParallel",
     "PowerGossip",
     "Progress",
+    "ProxSkip",
     "QGDSGDm",
     "RandomK",
     "RelaySGD",

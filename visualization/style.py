@@ -73,6 +73,8 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "exactdiffusion": MethodStyle("Exact diffusion", "#5D4037", ("exact diffusion", "exactdiffusion")),
     "extra": MethodStyle("EXTRA", "#9C5B00", ("extra",)),
     "gradienttracking": MethodStyle("Gradient tracking", "#3949AB", ("gradient tracking", "gradienttracking")),
+    "kgt": MethodStyle("K-GT", "#283593", ("k-gt", "kgt")),
+    "proxskip": MethodStyle("ProxSkip", "#AD1457", ("proxskip", "scaffnew")),
     "relaysgd": MethodStyle("RelaySGD", "#00838F", ("relaysgd", "relaysum")),
     "sparta": MethodStyle("SPARTA", "#9E2A2B", ("sparta",)),
     "clippedgossip": MethodStyle("ClippedGossip", "#455A64", ("clippedgossip",)),

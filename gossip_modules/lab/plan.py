@@ -492,8 +492,9 @@ def own_pace(method: OwnPace) -> Running:
 
 
 def due_steps(algorithm: Algorithm) -> list[int]:
-    """Return the first two steps that have a round; fewer if there are no two."""
-    return list(islice(filter(algorithm.is_due, range(_MAX_PERIOD)), 2))
+    """Return the first two steps that have a round with messages; fewer if there are no two."""
+    steps = (k for k in range(_MAX_PERIOD) if algorithm.is_due(k) and not algorithm.is_silent(k))
+    return list(islice(steps, 2))
 
 
 def measured_share(algorithm: Algorithm, models: Models, setting: Setting) -> float:

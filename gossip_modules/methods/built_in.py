@@ -18,11 +18,13 @@ from ..algorithms.extra import EXTRA
 from ..algorithms.gasloc import GASLoC
 from ..algorithms.gradient_tracking import GradientTracking
 from ..algorithms.isoloco import IsoLoCo
+from ..algorithms.kgt import KGT
 from ..algorithms.local_sgd import LocalSGD
 from ..algorithms.moniqua import Moniqua
 from ..algorithms.muloco import MuLoCo
 from ..algorithms.noloco import NoLoCo
 from ..algorithms.power_gossip import PowerGossip
+from ..algorithms.prox_skip import ProxSkip
 from ..algorithms.qg_dsgdm import QGDSGDm
 from ..algorithms.relay_sgd import RelaySGD
 from ..algorithms.sgp import PushSum
@@ -364,6 +366,8 @@ BUILT_IN: tuple[Method, ...] = (
     entry(ExactDiffusion, options=GRAPH, simulated_graph=_ring),
     entry(EXTRA, options=GRAPH, simulated_graph=_ring),
     entry(GradientTracking, options=GRAPH, simulated_graph=_ring),
+    entry(KGT, options=GRAPH, text="KGT(sync_every=10)", simulated_graph=_ring),
+    entry(ProxSkip, options=GRAPH, text="ProxSkip(probability=0.1)", simulated_graph=_ring),
     entry(DecentLaM, options=GRAPH, simulated_graph=_ring),
     entry(ClippedGossip, options=COMPRESSED - {"nprocs_per_node"}, text="ClippedGossip(radius=1.0)"),
     entry(

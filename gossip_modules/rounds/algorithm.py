@@ -131,6 +131,10 @@ class Algorithm(ABC):
         """Whether a round runs after k optimizer steps; equal on all ranks."""
         return True
 
+    def is_silent(self, k: int) -> bool:
+        """Whether the round after k optimizer steps sends no message, on any rank; equal on all ranks."""
+        return False
+
     @property
     def times(self) -> Sequence[Times] | None:
         """The steps at which rounds run, if the algorithm chooses them, such as the steps of each fragment.
@@ -416,6 +420,10 @@ class Over(Algorithm):
     def is_due(self, k: int) -> bool:
         """See `Algorithm`."""
         return self.outer.is_due(k)
+
+    def is_silent(self, k: int) -> bool:
+        """See `Algorithm`."""
+        return self.outer.is_silent(k)
 
     def averages_at(self, k: int) -> bool:
         """See `Algorithm`."""

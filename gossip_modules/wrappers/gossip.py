@@ -70,7 +70,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
     | PowerGossip  | algorithm=PowerGossip(), or Choco, DeepSqueeze, Moniqua       |
     | DiLoCo       | algorithm=DiLoCo(), or MuLoCo, IsoLoCo, SparseLoCo, SlowMo,   |
     |              | NoLoCo, GASLoC                                                |
-    | D2           | algorithm=D2(), or QGDSGDm, GradientTracking, DecentLaM            |
+    | D2           | algorithm=D2(), or ExactDiffusion, EXTRA, GradientTracking,   |
+    |              | KGT, ProxSkip, QGDSGDm, DecentLaM                             |
 
     Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv 1811.10792, Algorithms 1
     and 2; Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv

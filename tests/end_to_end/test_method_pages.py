@@ -16,6 +16,7 @@ from torch import nn
 from gossip_modules import (
     D2,
     EXTRA,
+    KGT,
     QSGD,
     Choco,
     DecentLaM,
@@ -33,6 +34,7 @@ from gossip_modules import (
     MuLoCo,
     NoLoCo,
     PowerGossip,
+    ProxSkip,
     QGDSGDm,
     RingGraph,
     Schedule,
@@ -151,6 +153,7 @@ def gossip(make_options: Callable[[], dict[str, object]]) -> Make:
 
 
 RING = RingGraph(NUM_RANKS, peers_per_itr=2)
+SENDING = sum(not ProxSkip(0.5).is_silent(k) for k in range(NUM_ROUNDS))
 FOUR_BITS = QSGD(4, bucket_size=32, unbiased=True)
 COSTS: dict[str, tuple[Make, float]] = {
     # bytes that a rank sends per step, by the page
@@ -186,6 +189,9 @@ COSTS: dict[str, tuple[Make, float]] = {
     "exactdiffusion": (gossip(lambda: {"algorithm": ExactDiffusion()}), 2 * P),
     "extra": (gossip(lambda: {"algorithm": EXTRA()}), 2 * P),
     "gradienttracking": (gossip(lambda: {"algorithm": GradientTracking()}), 2 * P * (2 * NUM_ROUNDS - 2) / NUM_ROUNDS),
+    # Two vectors to each of two neighbours, in the rounds 0, 3, 6 and 9.
+    "kgt": (gossip(lambda: {"algorithm": KGT(3)}), 2 * 2 * P * 4 / NUM_ROUNDS),
+    "proxskip": (gossip(lambda: {"algorithm": ProxSkip(0.5)}), 2 * P * SENDING / NUM_ROUNDS),
     "decentlam": (gossip(lambda: {"algorithm": DecentLaM()}), 2 * P),
     "sgp": (gossip(dict), P),
     "osgp": (gossip(lambda: {"overlap": True}), P),

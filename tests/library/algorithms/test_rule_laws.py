@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from gossip_modules import (
     D2,
     EXTRA,
+    KGT,
     DecentLaM,
     ExactDiffusion,
     GossipDataParallel,
     GradientTracking,
     PowerGossip,
+    ProxSkip,
     QGDSGDm,
     RingGraph,
     Schedule,
@@ -309,14 +311,16 @@ def descent_of(rates: Tensor, num_steps: int) -> float:
     return float((shares * B).sum() / shares.sum())
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking()], ids=repr)
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking(), ProxSkip(0.9)], ids=repr)
 def test_two_steps_between_rounds_count_as_one(rule: Algorithm) -> None:
     found = limit(rule, schedule=Schedule(2))
     assert (found - descent_of(LEARNING_RATE * A, 2)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(
-    "rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking(), QGDSGDm(), DecentLaM()], ids=repr
+    "rule",
+    [D2(), ExactDiffusion(), EXTRA(), GradientTracking(), KGT(2), ProxSkip(0.7), QGDSGDm(), DecentLaM()],
+    ids=repr,
 )
 def test_exact_averages_between_rounds_take_all_ranks_to_one_model(rule: Algorithm) -> None:
     """Without a new beginning after each of them D2 would take ranks further apart with each."""
@@ -327,7 +331,7 @@ def test_exact_averages_between_rounds_take_all_ranks_to_one_model(rule: Algorit
     assert abs(found.mean() - OPTIMUM) < 0.05
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking()], ids=repr)
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking(), KGT(2), ProxSkip(0.7)], ids=repr)
 def test_a_narrow_wire_takes_the_mean_nowhere(rule: Algorithm) -> None:
     """What one rank gives away its peers get, so that sums stay; the resolution of bfloat16 at 0.8 is 0.004."""
     found = limit(rule, wire_dtype=torch.bfloat16)
@@ -335,7 +339,7 @@ def test_a_narrow_wire_takes_the_mean_nowhere(rule: Algorithm) -> None:
     assert (found - OPTIMUM).abs().max() > 1e-6, "the wire is narrow"
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), QGDSGDm(), DecentLaM()], ids=repr)
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), ProxSkip(), QGDSGDm(), DecentLaM()], ids=repr)
 @pytest.mark.parametrize("inner", [Choco(SignNorm(), step_size=0.3), PowerGossip()], ids=lambda x: type(x).__name__)
 def test_compressed_gossip_below_is_refused(rule: Algorithm, inner: Algorithm) -> None:
     """What a compressed round leaves out comes again with what the rule keeps: models of matrices drift apart."""

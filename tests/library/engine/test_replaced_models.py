@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gossip_modules import (
     D2,
     EXTRA,
+    KGT,
     Choco,
     DecentLaM,
     DiLoCo,
@@ -22,6 +23,7 @@ from gossip_modules import (
     GradientTracking,
     NoLoCo,
     PowerGossip,
+    ProxSkip,
     QGDSGDm,
     RelaySGD,
     RingGraph,
@@ -58,6 +60,8 @@ METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "exactdiffusion": lambda: {"algorithm": ExactDiffusion()},
     "extra": lambda: {"algorithm": EXTRA()},
     "gradienttracking": lambda: {"algorithm": GradientTracking()},
+    "kgt": lambda: {"algorithm": KGT(2)},
+    "proxskip": lambda: {"algorithm": ProxSkip(0.7)},
 }
 KEEPS_MOMENTUM = ("diloco", "slowmo", "sparseloco")  # in average_(), as all ranks have the same anchor
 

@@ -106,7 +106,9 @@ REFUSED = {
     "exactdiffusion",
     "extra",
     "gradienttracking",
+    "kgt",
     "powergossip",
+    "proxskip",
     "qgdsgdm",
     "relaysgd",
 }

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from gossip_modules import (
     D2,
     EXTRA,
+    KGT,
     DecentLaM,
     ExactDiffusion,
     GossipDataParallel,
     GradientTracking,
     Membership,
+    ProxSkip,
     QGDSGDm,
     RingGraph,
 )
@@ -78,7 +80,7 @@ class Worker(ScriptedWorker):
             x.sub_(0.1 * (x - 10 * self.name))
 
 
-@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking()])
+@pytest.mark.parametrize("rule", [D2(), ExactDiffusion(), EXTRA(), GradientTracking(), KGT(2), ProxSkip(0.7)])
 def test_living_workers_reach_the_optimum_of_the_mean_of_their_losses(rule: Algorithm) -> None:
     """Without a new beginning the mean would move for ever by what the dead one carried."""
     handed: queue.Queue[tuple[dict[str, Any], Tensor]] = queue.Queue()

@@ -26,6 +26,7 @@ from torch.nn.functional import mse_loss
 from gossip_modules import (
     D2,
     EXTRA,
+    KGT,
     QSGD,
     Choco,
     ClippedGossip,
@@ -45,6 +46,7 @@ from gossip_modules import (
     MuLoCo,
     NoLoCo,
     PowerGossip,
+    ProxSkip,
     QGDSGDm,
     RelaySGD,
     Schedule,
@@ -104,6 +106,8 @@ ROWS: Mapping[str, Callable[[], Arguments]] = {
     "exactdiffusion": lambda: {"algorithm": ExactDiffusion()},
     "extra": lambda: {"algorithm": EXTRA()},
     "gradienttracking": lambda: {"algorithm": GradientTracking()},
+    "kgt": lambda: {"algorithm": KGT(2)},
+    "proxskip": lambda: {"algorithm": ProxSkip(0.7)},
     "decentlam": lambda: {"algorithm": DecentLaM()},
 }
 """The arguments of each method, with settings whose effect a dozen steps show."""

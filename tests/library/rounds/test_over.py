@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from gossip_modules import D2, DPSGD, Choco, GASLoC, GradientTracking, NoLoCo, QGDSGDm, SignNorm, SlowMo
+from gossip_modules import D2, DPSGD, KGT, Choco, GASLoC, GradientTracking, NoLoCo, QGDSGDm, SignNorm, SlowMo
 from gossip_modules.extend import Algorithm
 from gossip_modules.rounds.algorithm import FORMER_FACTS
 from tests.harness.quadratics import START, descended, solve
@@ -22,6 +22,7 @@ CHOCO = Choco(SignNorm(), step_size=0.4)
         (GASLoC(), D2(), "both change the optimizer steps"),
         (SlowMo(gossip_every=1), QGDSGDm(), "both change the optimizer steps"),
         (GradientTracking(), CHOCO, "expected plain gossip: the outer algorithm mixes two vectors"),
+        (KGT(), CHOCO, "expected plain gossip: the outer algorithm mixes two vectors"),
         (SlowMo(), CHOCO, "the outer algorithm never yields `Mix`"),
         (CHOCO, D2(), "the outer algorithm never yields `Mix`"),
         (D2(), NoLoCo(), "the inner algorithm moves an anchor at its own times"),

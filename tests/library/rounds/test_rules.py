@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from gossip_modules import (
     D2,
     EXTRA,
+    KGT,
     DecentLaM,
     DiLoCo,
     ExactDiffusion,
     GossipDataParallel,
     GradientTracking,
+    ProxSkip,
     QGDSGDm,
     RingGraph,
     Schedule,
@@ -41,7 +43,16 @@ def memory_of(wrapper: GossipDataParallel) -> Memory:
     return rounds.drivers[0].memory
 
 
-RULES: list[Algorithm] = [D2(), ExactDiffusion(), EXTRA(), GradientTracking(), QGDSGDm(), DecentLaM()]
+RULES: list[Algorithm] = [
+    D2(),
+    ExactDiffusion(),
+    EXTRA(),
+    GradientTracking(),
+    KGT(2),
+    ProxSkip(0.7),
+    QGDSGDm(),
+    DecentLaM(),
+]
 LR = 0.05
 
 

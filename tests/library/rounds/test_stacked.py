@@ -74,6 +74,8 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
     PowerGossip: [PowerGossip(), PowerGossip(rank=2, num_iterations=2)],
     Sparta: [Sparta(0.2)],
     ClippedGossip: [ClippedGossip(0.5)],
+    gm.KGT: [gm.KGT(3), gm.KGT(2, lr=0.7)],
+    gm.ProxSkip: [gm.ProxSkip(0.5)],
 }
 """Of algorithms that cannot be made without arguments, or take several ways with them."""
 

@@ -94,10 +94,16 @@ class Rank:
             parameter.grad = torch.randn(parameter.shape, generator=self._random)
         self.optimizer.step()
 
+    @property
+    def next_step(self) -> int:
+        """The number of the next step with a round that sends messages."""
+        own = self.algorithm
+        return next(k for k in range(self.engine.step, 200) if own.is_due(k) and not own.is_silent(k))
+
     def round(self) -> None:
-        """The next round that is due."""
+        """The next round that sends messages."""
         with torch.no_grad():
-            self.engine.step = next(k for k in range(self.engine.step, 200) if self.algorithm.is_due(k))
+            self.engine.step = self.next_step
             self.engine.round(self.x)
 
     def kept(self) -> list[Any]:
@@ -233,7 +239,7 @@ def test_a_generator_that_is_closed_changes_nothing(algorithm: Algorithm) -> Non
         driver.fail(-1, "interrupt")
         before = rank.kept()
         with torch.no_grad():
-            driver.begin_round(Vector.of(rank.x), rank.engine.t, rank.engine.step)
+            driver.begin_round(Vector.of(rank.x), rank.engine.t, rank.next_step)
             for number in range(at + 1):
                 opened = driver.open_round
                 assert opened is not None
