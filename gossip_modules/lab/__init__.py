@@ -16,7 +16,7 @@ from .events import LabKill as Kill
 from .mail_training import Mailbox
 from .plan import LabPlan, Setting
 from .planner import Advice, Prediction, advise, best, simulate, tune
-from .tasks import Consensus, Digits, LabTask, Problem
+from .tasks import Consensus, Digits, LabTask, Problem, Quadratics
 
 __all__ = [
     "Advice",
@@ -32,6 +32,7 @@ __all__ = [
     "Network",
     "Prediction",
     "Problem",
+    "Quadratics",
     "Result",
     "Setting",
     "advise",

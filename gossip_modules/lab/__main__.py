@@ -11,14 +11,15 @@ small models of all of them at once.
     python -m gossip_modules.lab --world-size 8 --parameters 124e6 --network "1 Gbit/s, 20 ms" \
         --mailbox s3
 
-Prints a table, the fastest first, and which to choose and why. Steps are those that n small models
-really take on a small problem (Digits: softmax regression on drawn digits; Consensus: vectors that
-agree on their mean). Seconds and bytes are predicted for your model, by a model of compute and
-links. So steps say how much a method's way of averaging costs beside others, not how long your own
-training lasts. Options that take the text of Python are read and never evaluated. With --tune each
-method has the graph, the steps between rounds and the outer rates that serve it best on this
-problem; the table names them. With --mailbox no model is trained: the table has the seconds and
-dollars of rounds over a bucket, with --network as the link of a worker to it.
+Prints a table, the fastest first, and which to choose and why. Steps are those that n small
+models really take on a small problem (Digits: softmax regression on drawn digits; Consensus:
+vectors that agree on their mean; Quadratics: quadratic losses of workers, whose common optimum
+is known). Seconds and bytes are predicted for your model, by a model of compute and links. So
+steps say how much a method's way of averaging costs beside others, not how long your own
+training lasts. Options that take the text of Python are read and never evaluated. With --tune
+each method has the graph, the steps between rounds and the outer rates that serve it best on
+this problem; the table names them. With --mailbox no model is trained: the table has the seconds
+and dollars of rounds over a bucket, with --network as the link of a worker to it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     schedule = text_of(SCHEDULES, lambda text: Schedule(int(text)))
     add("--schedule", type=schedule, default=Schedule(), help="a number of steps between rounds, or Schedule(...)")
     problem = text_of(PROBLEMS, lambda text: read(text, PROBLEMS, option="problem"))
-    add("--problem", type=problem, help="Digits(...) or Consensus(...) (default Digits)")
+    add("--problem", type=problem, help="Digits(...), Consensus(...) or Quadratics(...) (default Digits)")
     add("--target", type=float, help="of the error (default: the problem's own)")
     add("--max-steps", type=whole, default=MAX_STEPS, help=f"to give up after (default {MAX_STEPS})")
     add("--seed", type=whole, default=0, help="of data and methods (default 0)")

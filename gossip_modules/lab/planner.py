@@ -18,7 +18,7 @@ from ..schedule import Schedule
 from ..wrappers.choices import written
 from .comparison import LabTraining
 from .plan import CODES, LabPlan, Setting
-from .tasks import Digits, Problem
+from .tasks import Problem
 
 MAX_STEPS = 320
 _MAX_THETA = 1e6  # to which Moniqua's bound is doubled
@@ -124,7 +124,7 @@ def simulate(
             f"got target={target} and max_steps={max_steps}, expected an error above 0, and 1 step or more"
         )
     plan = LabPlan.of(what).resolved(setting.world_size)
-    if plan.method.needs_sgd and isinstance(problem, Digits):
+    if plan.method.needs_sgd:
         problem = problem.with_momentum()
     while True:
         try:

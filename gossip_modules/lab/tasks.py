@@ -94,6 +94,10 @@ class Problem(LabTask):
         """Return the distance of the models z [n, d] from their mean, root mean square over workers, in a unit."""
         raise NotImplementedError
 
+    def with_momentum(self) -> Problem:
+        """Return the same problem for algorithms that work on the momentum of SGD."""
+        return self
+
 
 class _Matrix(nn.Module):
     """A matrix of parameters, zero at first; its forward multiplies by it."""
@@ -146,6 +150,95 @@ class Consensus(Problem):
     def disagreement(self, z: Tensor) -> float:
         """See `Problem`."""
         return float((z - z.mean(0)).norm()) / self._distance if self._distance else 0.0
+
+
+class Quadratics(Problem):
+    """A quadratic loss for each worker, (x - b_i) A_i (x - b_i) / 2, with exact gradients; their best x is known.
+
+    The b_i are standard normal, and the A_i are rotations of equal eigenvalues, from 1 / condition to 1. All is
+    float64. Workers start at zero and take steps of plain SGD. The error is the distance of the models from the x with
+    the smallest mean loss, the mean over all workers, relative to the distance at the start; so is the disagreement.
+
+    Args:
+        dim: the number of parameters.
+        condition: the largest curvature over the smallest, of each loss.
+        learning_rate: the rate of SGD, above 0; the largest curvature is 1.
+        momentum: the momentum of SGD; the learning rate is then smaller by one minus this.
+        seed: the seed of the losses.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    >>> problem = Quadratics()
+    >>> problem.error(torch.zeros(4, 8)), problem.error(problem.optimum(4).expand(4, -1))
+    (1.0, 0.0)
+    """
+
+    target = 1e-6
+    max_disagreement = math.inf  # an error that small is agreement
+    check_every = 1
+    error_name = "distance from the optimum"
+
+    def __init__(
+        self,
+        *,
+        dim: int = 8,
+        condition: float = 4.0,
+        learning_rate: float = 0.1,
+        momentum: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        check("dim", dim, dim >= 1, "at least 1")
+        check("condition", condition, 1 <= condition < math.inf, "at least 1, the largest curvature over the smallest")
+        check("learning_rate", learning_rate, 0 < learning_rate < math.inf, "a positive number; 0.1 is the default")
+        super().__init__(
+            lambda: _Matrix(dim, 1, torch.float64),
+            lambda model, batch: (model(batch[0]) - batch[1]).square().sum() / 2,
+            lambda worker, *_: tuple(x[worker] for x in self.batches(worker + 1, 0, 0)),
+            lambda parameters: SGD(parameters, lr=learning_rate * (1 - momentum), momentum=momentum),
+        )
+        self.dim, self.condition, self.learning_rate, self.seed = dim, condition, learning_rate, seed
+        self._losses: list[tuple[Tensor, Tensor]] = []  # F_i and F_i b_i of the first workers
+
+    def with_momentum(self) -> Quadratics:
+        """See `Problem`."""
+        return Quadratics(
+            dim=self.dim,
+            condition=self.condition,
+            learning_rate=self.learning_rate,
+            momentum=MOMENTUM,
+            seed=self.seed,
+        )
+
+    def batches(self, num_workers: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        """See `LabTask`; equal in all steps. The loss of worker i is |F_i x - F_i b_i|^2 / 2, with F_i' F_i = A_i.
+
+        Returns:
+            F float64 [num_workers, dim, dim], and F b float64 [num_workers, dim, 1].
+        """
+        while len(self._losses) < num_workers:
+            draw = np.random.default_rng((self.seed, len(self._losses)))
+            rotation, _ = np.linalg.qr(draw.standard_normal((self.dim, self.dim)))
+            factor = np.sqrt(np.linspace(1 / self.condition, 1.0, self.dim))[:, None] * rotation
+            target = factor @ draw.standard_normal((self.dim, 1))
+            self._losses.append((torch.from_numpy(factor), torch.from_numpy(target)))
+        factors, targets = zip(*self._losses[:num_workers], strict=True)
+        return torch.stack(factors), torch.stack(targets)
+
+    def optimum(self, num_workers: int) -> Tensor:
+        """Return the x with the smallest mean loss of workers 0 to `num_workers` - 1, float64 [dim]."""
+        factors, targets = self.batches(num_workers, 0, 0)
+        across = factors.mT
+        return torch.linalg.solve((across @ factors).mean(0), (across @ targets).mean(0))[:, 0]
+
+    def error(self, z: Tensor) -> float:
+        """See `Problem`."""
+        optimum = self.optimum(len(z))
+        return float((z - optimum).norm() / optimum.expand_as(z).norm())
+
+    def disagreement(self, z: Tensor) -> float:
+        """See `Problem`."""
+        return float((z - z.mean(0)).norm() / self.optimum(len(z)).expand_as(z).norm())
 
 
 class Digits(Problem):
@@ -206,7 +299,7 @@ class Digits(Problem):
         self._bounds = np.searchsorted(self.labels.numpy(), np.arange(_NUM_CLASSES + 1))
 
     def with_momentum(self) -> Digits:
-        """Return the same problem for algorithms that work on the momentum of SGD."""
+        """See `Problem`."""
         skew, rate, size = self.label_skew, self.learning_rate, self.batch_size
         return Digits(label_skew=skew, learning_rate=rate, batch_size=size, momentum=MOMENTUM, seed=self.seed)
 
@@ -265,5 +358,5 @@ def _draw_images(strokes: np.ndarray, count: int, generator: np.random.Generator
     return torch.from_numpy(images).float(), torch.from_numpy(labels)
 
 
-PROBLEMS: dict[str, type[Problem]] = {"Consensus": Consensus, "Digits": Digits}
+PROBLEMS: dict[str, type[Problem]] = {"Consensus": Consensus, "Digits": Digits, "Quadratics": Quadratics}
 """The problems by class."""
