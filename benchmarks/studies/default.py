@@ -36,6 +36,9 @@ FIRST: Mapping[str, Any] = {
     **by_gossip_adamw({f"SGP{MIXED}": "sgp", "SGP": "sgp"}),
 }
 TWO_MIXED: Mapping[str, Any] = by_gossip_adamw({f"SGP, 2 peers{MIXED}": LabPlan.of("sgp", peers_per_itr=2)})
+LOCAL_MIXED: Mapping[str, Any] = by_gossip_adamw(
+    {f"local SGD, H = {every}{MIXED}": LocalSGD(sync_every=every) for every in (2, 4)}
+)
 OVERLAP: Mapping[str, Any] = by_gossip_adamw({"Overlap SGP": "osgp"})
 SPARSE: Mapping[str, Any] = by_gossip_adamw(
     {"local SGD, H = 10": LocalSGD(sync_every=10), "DiLoCo, H = 30": DiLoCo(sync_every=30), "SlowMo, H = 12": SLOWMO}
@@ -51,7 +54,7 @@ ROUNDED: Mapping[str, Any] = by_gossip_adamw(
 )
 """Methods with messages in bfloat16."""
 TWO: Mapping[str, Any] = by_gossip_adamw({"SGP, 2 peers": LabPlan.of("sgp", peers_per_itr=2)})
-MANY: Mapping[str, Any] = {**FIRST, **TWO_MIXED, **OVERLAP, **SPARSE}
+MANY: Mapping[str, Any] = {**FIRST, **TWO_MIXED, **LOCAL_MIXED, **OVERLAP, **SPARSE}
 """The methods of 32 and 64 workers."""
 EIGHT: Mapping[str, Any] = {
     **MANY,
@@ -62,7 +65,7 @@ EIGHT: Mapping[str, Any] = {
     "SGP, AdamW": "sgp",
 }
 """The methods of 8 workers."""
-SHORTER: Mapping[str, Any] = {**FIRST, **OVERLAP, **TWO, **ROUNDED}
+SHORTER: Mapping[str, Any] = {**FIRST, **LOCAL_MIXED, **OVERLAP, **TWO, **ROUNDED}
 """The methods of 8 workers that are trained for fewer steps too."""
 SEARCHED: Mapping[str, Any] = {
     **FIRST,
