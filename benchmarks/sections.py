@@ -11,6 +11,8 @@ SECTIONS: Mapping[str, str] = {
     "pairwise": "default_graphs",
     "elastic_cost": "elastic",
     "straggler_accuracy": "stragglers",
+    "uneven_data": "worker_numbers",
+    "uneven_workers": "worker_numbers",
     "outer_short": "outer_language",
     "outer_long": "outer_language",
     "wire": "step_time",

@@ -33,6 +33,7 @@ MOVED: Mapping[str, str] = {
     "benchmarks/slowmo": "benchmarks/worker_numbers",
     "benchmarks/straggler_accuracy": "benchmarks/stragglers#straggler_accuracy",
     "benchmarks/time_to_loss": "benchmarks/default",
+    "benchmarks/uneven_data": "benchmarks/worker_numbers#uneven_data",
     "benchmarks/wire": "benchmarks/step_time#wire",
     "decisions/compression": "decisions/vectors_and_rounds#compression",
     "decisions/optimizers": "decisions/vectors_and_rounds#optimizers",

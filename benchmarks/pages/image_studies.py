@@ -300,7 +300,7 @@ own graph.""",
         ),
         **image_page(
             "worker_numbers",
-            "Accuracy with 4 to 32 workers and equal numbers of images",
+            "How accurate? Images by 4 to 32 workers, even and uneven data",
             numbers_said,
             numbers_summary,
             QUESTIONS[0],

@@ -185,7 +185,7 @@ NOT_REPRODUCED: Sequence[tuple[str, str, str]] = (
     (
         "RelaySGD: VGG-11 at 32 pixels for 200 epochs, ImageNet, BERT",
         "200 epochs of 16 workers take days on two cores.",
-        "[CIFAR-10 at 16 pixels](uneven_data.md), 800 steps",
+        "[CIFAR-10 at 16 pixels](worker_numbers.md#uneven_data), 800 steps",
     ),
 )
 """The claim, the reason, and the nearest measurement here."""
