@@ -74,6 +74,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
             "compression",
             "rounds",
             "registry",
+            "schedule",
             "checks",
         },
         "engine": {
