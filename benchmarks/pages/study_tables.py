@@ -52,9 +52,10 @@ def study_page(
     if not (RESULTS / csv).is_file() or not is_ready(rows := rows_of(csv)):
         return {}
     text = said(rows)
-    result = text.partition("**")[2].partition("**")[0]
+    _, result, rest = text.split("**", 2)
     so_far = progress(rows, planned) if planned else ""
-    return {name: Page(title, csv, f"{text} {so_far}".rstrip(), result=result, **page)}
+    shown = " ".join(filter(None, (f"**{result}**", so_far, rest.strip())))
+    return {name: Page(title, csv, shown, result=result, **page)}
 
 
 def has(columns: tuple[str, ...], *needed: tuple[Any, ...]) -> Rule:
@@ -96,4 +97,4 @@ def progress(rows: pd.DataFrame, planned: int) -> str:
     done = len(trainings(rows))
     if done == planned:
         return ""
-    return f"{done} of {planned} trainings have run; the commands below go on with them."
+    return f"Not finished: {done} of {planned} trainings have run; the commands below go on with them."

@@ -8,11 +8,11 @@ import pandas as pd
 
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import EXACT, Headline, by_effect, by_level, by_limit, by_order, order_found
-from benchmarks.pages.image_studies import SETUP, beside, ends_of_all, of, within
+from benchmarks.pages.image_studies import LEVEL, SETUP, beside, ends_of_all, of, within
 from benchmarks.pages.study_tables import Rule, has_trainings, study_page, together
 from benchmarks.record import rows_of
 from benchmarks.studies.ends import split_ends
-from benchmarks.studies.uneven import NUMBERS, SKEWED, most_workers, on_base_graphs
+from benchmarks.studies.uneven import GRAPHS, NUMBERS, RING, SKEWED, most_workers, on_base_graphs
 from benchmarks.tables import table
 
 WORDS = {
@@ -46,41 +46,83 @@ def accuracy_text(row: pd.Series) -> str:
 
 def below(row: pd.Series) -> str:
     """Return a method with its gap in words, with one decimal."""
-    return f"{row['method'].partition(',')[0]} {row['gap']:.1f}"
+    return f"{row['method'].partition(',')[0]} {unsigned(row['gap'])}"
+
+
+def unsigned(gap: float) -> str:
+    """Return a gap with one decimal, and no sign of minus before zero."""
+    return f"{round(gap, 1) + 0.0:.1f}"
 
 
 # Uneven data.
 
+WHERE: Mapping[str, str] = {"exponential": "on the exponential graph", "two trees": "on two trees", RING: "on a ring"}
+"""The graphs of methods in a sentence; a method without one averages over all workers."""
+
+
+def on_its_graph(row: pd.Series) -> str:
+    """Return a method with its graph and its gap in words."""
+    name, _, points = below(row).rpartition(" ")
+    return " ".join(filter(None, (name, WHERE.get(GRAPHS[row["method"]], ""), points)))
+
+
+def of_gossip(rows: pd.DataFrame, split: str) -> pd.DataFrame:
+    """Return the ends of a split but for all-reduce, the smallest gap first."""
+    found = split_ends(rows, split)
+    return found[found["method"] != "all-reduce"].sort_values("gap")
+
+
+def all_below(found: pd.DataFrame) -> str:
+    """Return methods with their gaps in words."""
+    return together([below(row) for _, row in found.iterrows()])
+
+
+def counts(seeds: pd.Series) -> str:
+    """Return how many seeds the methods of a split have."""
+    low, high = seeds.min(), seeds.max()
+    return f"{low}" if low == high else f"{low} or {high}"
+
 
 def data_said(rows: pd.DataFrame) -> str:
     """Return the result of the study in words."""
-    found = split_ends(rows, SKEWED[-1])
-    others = found[found["method"] != "all-reduce"].sort_values("gap")
+    others = of_gossip(rows, SKEWED[-1])
     shown = others[(others["method"] == "SGP") | others.index.isin([others.index[0], others.index[-1]])]
-    first, *rest = [below(row) for _, row in shown.iterrows()]
+    first, *rest = [on_its_graph(row) for _, row in shown.iterrows()]
     method, _, points = first.rpartition(" ")
-    text = (
-        f"**With one or two classes on each of 16 workers, {method} ends "
-        f"{together([f'{points} points below all-reduce', *rest])}.** "
-        f"All-reduce reaches {of(found, 'all-reduce')['accuracy']:.1f} % in {rows['steps'].max():,} steps."
+    ring = all_below(others[others["method"].map(GRAPHS) == RING])
+    ends = {split: split_ends(rows, split) for split in SKEWED}
+    levels = [of(found, "all-reduce") for found in ends.values()]
+    accuracies, rates = (together([f"{level[name]:{form}}" for level in levels]) for name, form in LEVELS.items())
+    seeds = together([f"{counts(found['seeds'])} with {split}" for split, found in ends.items()])
+    return " ".join(
+        (
+            f"**With one or two classes on each of 16 workers, {method} ends "
+            f"{together([f'{points} points below all-reduce', *rest])}.**",
+            f"This is an order of methods and graphs together. Compare the methods on the ring with D-PSGD: {ring}.",
+            *(f"With {WORDS[each]}: {all_below(of_gossip(rows, each))}." for each in reversed(SKEWED[:-1])),
+            f"All-reduce reaches {accuracies} % with {together(SKEWED)} in {rows['steps'].max():,} steps, with the "
+            f"rates {rates}, which short trainings chose as for each method. {LEVEL} Seeds: {seeds}.",
+        )
     )
-    for split in reversed(SKEWED[:-1]):
-        own = split_ends(rows, split)
-        own = own[own["method"] != "all-reduce"].sort_values("gap")
-        text += f" With {WORDS[split]} the points below it are: {together([below(row) for _, row in own.iterrows()])}."
-    return text
+
+
+LEVELS: Mapping[str, str] = {"accuracy": ".1f", "rate": "g"}
+"""The columns that say how all-reduce trained, with their formats."""
 
 
 def data_summary(rows: pd.DataFrame) -> str:
-    """Write accuracies and gaps, two columns for each split, in the order of the last one."""
-    shown, columns = pd.DataFrame(), {"method": ("method", "s")}
+    """Write graphs, bytes, accuracies and gaps, two columns for each split, in the order of the last one."""
+    shown, columns = pd.DataFrame(), {"method": ("method", "s"), "graph": ("graph", "s")}
     for split in SKEWED:
         found = split_ends(rows, split).set_index("method")
         shown[f"{split} accuracy"] = found.apply(accuracy_text, axis="columns")
-        shown[f"{split} gap"] = found["gap"]
+        shown[f"{split} gap"] = found["gap"].round(1) + 0.0
+        shown["megabytes"] = found["megabytes"]
         columns[f"{split} accuracy"] = (f"{split}, %", "s")
         columns[f"{split} gap"] = ("below", "+.1f")
-    return table(shown.sort_values(f"{SKEWED[-1]} gap").rename_axis("method").reset_index(), columns)
+    columns["megabytes"] = ("MB sent by a worker", ".0f")
+    shown = shown.sort_values(f"{SKEWED[-1]} gap").rename_axis("method").reset_index()
+    return table(shown.assign(graph=shown["method"].map(GRAPHS)), columns)
 
 
 def relay_order() -> tuple[str, str]:
@@ -182,8 +224,7 @@ UNEVEN_STUDIES: Mapping[str, Page] = {
             more=f"""\
 {SPREAD} "alpha 1" and "alpha 0.1": the shares of the classes in a shard are drawn from a Dirichlet distribution. "1-2
 classes": the images in the order of their classes are cut into 16 shards. Rates are chosen by images of all classes.
-SGP is on the exponential graph, RelaySGD on two binary trees; local SGD averages over all workers in every eighth step.
-The others are on a ring.""",
+RelaySGD is on two binary trees; local SGD averages over all workers in every eighth step.""",
         ),
         measures=("gossip_modules/algorithms", "gossip_modules/lab", "gossip_modules/rounds"),
         question=QUESTIONS[0],

@@ -82,6 +82,15 @@ METHODS: Mapping[str, Any] = {
     "local SGD, 8": "LocalSGD(sync_every=8)",
 }
 """SGP is on the exponential graph, RelaySGD on two binary trees, and the methods after it are on a ring."""
+RING = "ring"
+GRAPHS: Mapping[str, str] = {
+    "all-reduce": "all workers",
+    "SGP": "exponential",
+    "RelaySGD": "two trees",
+    "local SGD, 8": "all workers",
+    **{name: RING for name, what in METHODS.items() if what.endswith(":ring")},
+}
+"""The graph of each method of METHODS in words."""
 BATCH = 8
 """The images of a worker in a step."""
 NUMBERS = (3, 5, 6, 7, 9, 12, 25)

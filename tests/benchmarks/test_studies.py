@@ -322,7 +322,7 @@ def test_gaps_are_compared_before_rounding() -> None:
 def test_a_page_says_how_many_trainings_have_run() -> None:
     rows = rows_of({("a", 1): 40.0})
     assert progress(rows, 1) == ""
-    assert progress(rows, 3).startswith("1 of 3 trainings have run")
+    assert progress(rows, 3).startswith("Not finished: 1 of 3 trainings have run")
     for studies_, expected in ((images.IMAGES, image_studies.PLANNED), (uneven.UNEVEN, uneven_studies.PLANNED)):
         planned = {name: sum(len(study.methods(n)) for n, *_ in study.cells) for name, study in studies_.items()}
         assert planned == expected
@@ -368,7 +368,12 @@ def test_the_pages_of_uneven_studies_have_the_gaps_of_their_rows() -> None:
         for seed in (1, 2)
     }
     said = uneven_studies.data_said(rows_of(errors, workers=16))
-    assert "RelaySGD ends 1.0 points below all-reduce, SGP 3.0 and D-PSGD 6.0.**" in said
+    first = "RelaySGD on two trees ends 1.0 points below all-reduce, SGP on the exponential graph 3.0"
+    assert f"{first} and D-PSGD on a ring 6.0.**" in said
+    assert "Compare the methods on the ring with D-PSGD: D-PSGD 6.0." in said
+    assert "All-reduce reaches 60.0, 60.0 and 60.0 % with alpha 1, alpha 0.1 and 1-2 classes" in said
+    assert said.endswith("Seeds: 2 with alpha 1, 2 with alpha 0.1 and 2 with 1-2 classes.")
+    assert uneven_studies.unsigned(-0.02) == "0.0"
     names = [name for name in uneven.on_base_graphs(25) if name.startswith("Base")]
     gaps = {"all-reduce": 0.0, "SGP": 2.0, **dict(zip(names, (3.0, 1.5, -0.5), strict=True))}
     few = rows_of({(f"alike: {name}", 1): 50.0 + gap / 2 for name, gap in gaps.items()}, workers=5)
