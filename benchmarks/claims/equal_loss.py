@@ -60,6 +60,12 @@ LINES: Mapping[str, Line] = {
     "Overlap SGP, momentum mixed too, bfloat16": Line(
         "Overlap SGP, bfloat16, momentum mixed too, GossipAdamW", "osgp-bf16-mixed", is_compared=True
     ),
+    **{
+        f"Local SGD, H = {every}, momentum mixed too": Line(
+            f"local SGD, H = {every}, momentum mixed too, GossipAdamW", f"local-{every}-mixed"
+        )
+        for every in (2, 4)
+    },
     "SGP, auto": Line("", "auto"),
     "SGP, two peers": Line("SGP, 2 peers, GossipAdamW", "sgp-2peers"),
     "SGP, each 8th round exact": Line("SGP, each 8th round exact, GossipAdamW", "sgp-exact"),

@@ -16,6 +16,8 @@ NAMES: Mapping[str, str] = {
     "sgp": SGP,
     "mixed": MIXED,
     "two_mixed": "SGP, 2 peers, momentum mixed too, GossipAdamW",
+    "local2_mixed": "local SGD, H = 2, momentum mixed too, GossipAdamW",
+    "local4_mixed": "local SGD, H = 4, momentum mixed too, GossipAdamW",
     "osgp": "Overlap SGP, GossipAdamW",
     "local": "local SGD, H = 10, GossipAdamW",
     "diloco": "DiLoCo, H = 30, GossipAdamW",
@@ -66,6 +68,8 @@ def _of(rows: pd.DataFrame, method: str, workers: int) -> pd.Series:
 SHOWN: Mapping[str, str] = {
     "mixed": "SGP, mixed moments",
     "two_mixed": "two peers, mixed moments",
+    "local2_mixed": "Local SGD, H = 2, mixed moments",
+    "local4_mixed": "Local SGD, H = 4, mixed moments",
     "sgp": "SGP",
     "osgp": "Overlap SGP",
     "local": "Local SGD, H = 10",

@@ -70,16 +70,16 @@ def _periodic(**options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
     )
 
 
-def _mixed(**options: Any) -> Callable[[nn.Module, Place], PlainLoop]:
-    """`GossipDataParallel` whose rounds mix the first moments of the optimizer too."""
+def _mixed(make: Callable[[nn.Module, Place], PlainLoop]) -> Callable[[nn.Module, Place], PlainLoop]:
+    """A contender whose rounds mix the first moments of the optimizer too."""
 
-    def make(model: nn.Module, place: Place) -> PlainLoop:
+    def with_momentum(model: nn.Module, place: Place) -> PlainLoop:
         momentum = gm.MixedMomentum(model)
-        loop = _ours(gm.GossipDataParallel, **options)(model, place)
+        loop = make(model, place)
         momentum.of(loop.optimizer)
         return loop
 
-    return make
+    return with_momentum
 
 
 def _dpwa(model: nn.Module, place: Place) -> PlainLoop:
@@ -115,11 +115,21 @@ OURS: Mapping[str, ClusterMethod] = {
     ),
     "sgp-bf16": ClusterMethod("SGP, bfloat16 on the wire", _gossip(wire_dtype=torch.bfloat16)),
     "osgp-bf16": ClusterMethod("OSGP, bfloat16 on the wire", _gossip(overlap=True, wire_dtype=torch.bfloat16)),
-    "sgp-mixed": ClusterMethod("SGP, momentum mixed too", _mixed()),
-    "sgp-bf16-mixed": ClusterMethod("SGP, momentum mixed too, bfloat16 on the wire", _mixed(wire_dtype=torch.bfloat16)),
-    "osgp-bf16-mixed": ClusterMethod(
-        "OSGP, momentum mixed too, bfloat16 on the wire", _mixed(overlap=True, wire_dtype=torch.bfloat16)
+    "sgp-mixed": ClusterMethod("SGP, momentum mixed too", _mixed(_gossip())),
+    "sgp-bf16-mixed": ClusterMethod(
+        "SGP, momentum mixed too, bfloat16 on the wire", _mixed(_gossip(wire_dtype=torch.bfloat16))
     ),
+    "osgp-bf16-mixed": ClusterMethod(
+        "OSGP, momentum mixed too, bfloat16 on the wire", _mixed(_gossip(overlap=True, wire_dtype=torch.bfloat16))
+    ),
+    **{
+        f"local-{every}-mixed": ClusterMethod(
+            f"Local SGD, H = {every}, momentum mixed too",
+            _mixed(_periodic(algorithm=gm.LocalSGD(sync_every=every))),
+            period=every,
+        )
+        for every in (2, 4)
+    },
     "dpsgd-ring": ClusterMethod("D-PSGD, ring", _pairs(graph=undirected_ring)),
     "dpsgd": ClusterMethod("D-PSGD, pairs", _pairs(graph=gm.graph_manager.DynamicBipartiteExponentialGraph)),
     "dpsgd-overlap": ClusterMethod(

@@ -71,6 +71,7 @@ SEARCHED: Mapping[str, Any] = {
     **FIRST,
     **TWO,
     **TWO_MIXED,
+    **LOCAL_MIXED,
     **by_gossip_adamw(
         {
             "SlowMo, H = 12": SLOWMO,
