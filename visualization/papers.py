@@ -23,6 +23,7 @@ from visualization.study_figures import (
     goodput,
     late_workers,
     outer_bytes,
+    outer_steps,
     rates_of_matcha,
     regions,
     steps_by_link,
@@ -210,6 +211,9 @@ PICTURES: Mapping[str, Picture] = {
     "uneven_data": Picture("uneven_data.csv", "Accuracy of ten methods on three splits of the data", uneven_data),
     "outer_bytes": Picture(
         "outer_language.csv", "Loss of nine outer methods against the megabytes that a worker sends", outer_bytes
+    ),
+    "outer_steps": Picture(
+        "outer_long.csv", "Loss over 176 outer steps of DiLoCo and local SGD, with four workers", outer_steps
     ),
     "translation": Picture("translation.csv", "BLEU of five methods against steps", translation),
     "regions": Picture("regions.csv", "Loss against seconds of five methods in four regions", regions),

@@ -42,6 +42,12 @@ OUTER: Sequence[tuple[str, Look, Sequence[str]]] = (
     ("SparseLoCo", Look("green"), ("SparseLoCo, H = 30",)),
 )
 """Label, look, and rows from the fewest bytes to the most."""
+LONG: Sequence[tuple[str, str, Look]] = (
+    ("one worker alone", "one alone", Look("muted")),
+    ("DiLoCo", "DiLoCo", Look("blue")),
+    ("local SGD", "local SGD", Look("orange")),
+    ("all-reduce", "all-reduce", Look("ink")),
+)
 TRANSLATED: Sequence[tuple[str, str, Look]] = (
     ("all-reduce", "all-reduce", Look("ink")),
     ("SGP", "SGP", Look("blue")),
@@ -118,6 +124,19 @@ def outer_bytes(path: Path, title: str) -> Drawing:
     curves = [Curve(label, look, points(means.loc[list(rows)])) for label, look, rows in OUTER]
     drawing = Drawing(title, 330)
     x = Scale((0.2, 1, 5, 20, 100, 500), "MB sent by a worker (8 workers)", is_log=True)
+    y = Scale(ticks([height for curve in curves for _, height in curve.points]), "nats per byte")
+    Plane(drawing, (42, 30), (272, 250), x, y).curves(curves)
+    return drawing
+
+
+def outer_steps(path: Path, title: str) -> Drawing:
+    """The loss against steps with an outer step in each 500, with four workers, and of one worker alone."""
+    rows = trainings(path)
+    rows = rows[rows["workers"].isin((1, 4))]
+    trained = set(rows["method"])
+    curves = mean_curves(rows, "step", "test", [each for each in LONG if each[0] in trained])
+    drawing = Drawing(title, 330)
+    x = Scale((0, 22_000, 44_000, 66_000, 88_000), "steps (4 workers, 500 from one outer step to the next)")
     y = Scale(ticks([height for curve in curves for _, height in curve.points]), "nats per byte")
     Plane(drawing, (42, 30), (272, 250), x, y).curves(curves)
     return drawing

@@ -55,7 +55,7 @@ SECTIONS: Sequence[Section] = (
     Section("DeepSqueeze", ("DeepSqueeze",), "deepsqueeze"),
     Section("Moniqua", ("Moniqua",), "moniqua"),
     Section("dpwa", ("dpwa",), "dpwa"),
-    Section("DiLoCo", ("DiLoCo", "Local SGD, DiLoCo (yeto)"), "diloco", ("utilisation", "outer_bytes")),
+    Section("DiLoCo", ("DiLoCo", "Local SGD, DiLoCo (yeto)"), "diloco", ("utilisation", "outer_bytes", "outer_steps")),
     Section("MuLoCo", ("MuLoCo",), "muloco"),
     Section("NoLoCo", ("NoLoCo",), "noloco"),
     Section("HALoS", ("HALoS",), "", ("regions",)),
