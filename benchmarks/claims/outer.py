@@ -1,4 +1,4 @@
-"""Claims about short fine-tuning with six outer steps."""
+"""Claims about training with 176 outer steps, and about short fine-tuning with six."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pandas as pd
 
 from benchmarks.claims.base import Claim
-from benchmarks.studies.ends import trainings
+from benchmarks.studies.ends import gaps, trainings
 
 ALL, ADAPTERS = "all parameters", "LoRA"
 BASE, DILOCO, AVERAGES = "all-reduce", "DiLoCo", "plain averages"
@@ -57,7 +57,21 @@ def above(method: str, column: str) -> Callable[[pd.DataFrame], float]:
     return query
 
 
-OUTER: Mapping[str, Claim] = {
+LONG_STEPS, LONG_WORKERS = 88_000, 4
+
+
+def long(method: str) -> Claim:
+    """Return the claim about the distance of a method from all-reduce after 176 outer steps."""
+
+    def query(rows: pd.DataFrame) -> float:
+        found = gaps(rows, BASE, LONG_STEPS).set_index(["method", "workers"])
+        return float(found.loc[(method, LONG_WORKERS), "beyond"])
+
+    where = f"{LONG_WORKERS} workers, {LONG_STEPS:,} steps, no tuning rows: test of {method} less that of {BASE}"
+    return Claim(("outer_long.csv",), f"{where} with equal seeds, the mean", query, "{:.3f}")
+
+
+_SHORT: Mapping[str, Claim] = {
     name: Claim(
         ("outer_short.csv",),
         f"{method}, 2 workers, all parameters trained, at {at}: per cent of loss above all-reduce, mean over seeds",
@@ -70,3 +84,4 @@ OUTER: Mapping[str, Claim] = {
         ("short_diloco_tuned", DILOCO, "own", "the best rate of each"),
     )
 }
+OUTER: Mapping[str, Claim] = {**_SHORT, "long_diloco": long(DILOCO), "long_averages": long("local SGD")}
