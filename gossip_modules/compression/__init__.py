@@ -1,6 +1,6 @@
 """Compressors of flat vectors: signs, quantization, sparsification, and orthonormal bases for low rank."""
 
-from .compressor import Cast, Compressor
+from .compressor import Cast, Compressor, Identity
 from .quantizer import QSGD, SignNorm, TwoBit
 from .sparsifier import ChunkTopK, RandomK, TopK
 
@@ -9,6 +9,7 @@ __all__ = [
     "Cast",
     "ChunkTopK",
     "Compressor",
+    "Identity",
     "RandomK",
     "SignNorm",
     "TopK",

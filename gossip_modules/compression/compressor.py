@@ -27,6 +27,8 @@ class Compressor(ABC):
 
     takes_rows = False
     """Whether `_encode` and `_add` work on any number of leading dimensions, so that `decompressed` calls them once."""
+    is_exact = False
+    """Whether C(x) = x, so that nobody expects fewer bytes."""
 
     @abstractmethod
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
@@ -160,7 +162,10 @@ class Cast(Compressor):
 
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"got dtype={dtype}, expected torch.bfloat16 or torch.float16; others save nothing")
+            raise ValueError(
+                f"got dtype={dtype}, expected torch.bfloat16 or torch.float16; take Identity() for all bits, and for "
+                "fewer bits a code that scales its values, such as QSGD(8): a cast to 8 bits loses all small ones"
+            )
         self.dtype = dtype
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
@@ -179,6 +184,28 @@ class Cast(Compressor):
 
     def __repr__(self) -> str:
         return f"Cast({self.dtype})"
+
+
+class Identity(Compressor):
+    """C(x) = x, all bits: the algorithm without compression, to compare with or to test.
+
+    Example:
+        >>> model = GossipDataParallel(model, algorithm=Choco(Identity(), step_size=1.0))
+    """
+
+    takes_rows = is_exact = True
+
+    def num_bytes(self, d: int, dtype: torch.dtype) -> int:
+        return d * dtype.itemsize
+
+    def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        message.view(x.dtype).copy_(x)
+
+    def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        target.add_(message.view(dtype), alpha=alpha)
+
+    def __repr__(self) -> str:
+        return "Identity()"
 
 
 class Code(Protocol):

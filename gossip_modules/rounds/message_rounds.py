@@ -214,7 +214,8 @@ class MessageRounds(Mail):
 
         def make() -> Sizes:
             sizes = self.sizes_of(code, x)
-            if self.transport.rank == 0 and isinstance(code, Compressor):  # all have the same layout
+            saves = isinstance(code, Compressor) and not code.is_exact
+            if saves and self.transport.rank == 0:  # all have the same layout
                 size, num_bytes = sum(part.nbytes for part in x.parts), sum(numel for _, numel in sizes)
                 warn_of_little(str(code), exact=0, compressed=size, num_compressed_bytes=num_bytes, remedy="")
             return sizes

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import Choco, DeepSqueeze, Moniqua, PowerGossip, SignNorm, TopK
+from gossip_modules import DPSGD, Choco, DeepSqueeze, Moniqua, PowerGossip, SignNorm, TopK
+from gossip_modules.compression import Identity
 from gossip_modules.flat.buffer import FlatBuffer
 from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.problems import loss_of, mlp, net, numerator, sgd
@@ -150,3 +151,20 @@ def test_a_code_that_saves_nothing_is_named_once(make: Callable[[], Algorithm]) 
         r"the compressed message of 6,560 bytes of parameters has [\d,]+ bytes, so compression saves nothing", warning
     )
     assert warnings_of(lambda: nn.Linear(8, 8), make) == []
+
+
+def test_an_exact_code_is_the_algorithm_without_compression() -> None:
+    """CHOCO with a step size of one is D-PSGD then; it promises no fewer bytes, so it warns of none."""
+
+    def body(group: dist.ProcessGroup, algorithm: Algorithm) -> Tensor:
+        model = mlp(group.rank()).double()
+        wrapper = wrap(model, group, mixing=ring(4), algorithm=algorithm)
+        train(wrapper, group.rank(), range(5))
+        wrapper.close()
+        return flatten(model)
+
+    exact, plain = (
+        run_ranks(4, lambda group, made=made: body(group, made)) for made in (Choco(Identity(), step_size=1.0), DPSGD())
+    )
+    torch.testing.assert_close(torch.stack(exact), torch.stack(plain), rtol=0, atol=1e-12)
+    assert warnings_of(lambda: nn.Linear(40, 40), lambda: Choco(Identity(), step_size=1.0)) == []

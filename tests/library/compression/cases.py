@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from gossip_modules.compression import ChunkTopK, TwoBit
-from gossip_modules.compression.compressor import Cast, Compressor
+from gossip_modules.compression.compressor import Cast, Compressor, Identity
 from gossip_modules.compression.quantizer import QSGD, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
 
@@ -233,6 +233,7 @@ def qsgd_case(bits: int, bucket_size: int, unbiased: bool) -> Case:
 CASES: dict[str, Case] = {
     "bfloat16": cast_case(torch.bfloat16, 2**-8),
     "float16": cast_case(torch.float16, 2**-11),
+    "exact": Case(Identity, lambda d, i: d * i, lambda x, message, compressor: x, lambda x: 0.0),
     "top 1 %": top_k_case(0.01),
     "top 10 %": top_k_case(0.1),
     "top 100 %": top_k_case(1.0),

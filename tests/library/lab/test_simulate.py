@@ -100,6 +100,7 @@ def test_weights_of_its_own_and_schedules_of_peers_are_simulated() -> None:
             gm.TopK(0.1),
             gm.RandomK(0.2, seed=3),
             gm.compression.Cast(torch.bfloat16),
+            gm.compression.Identity(),
         ),
         *(gm.RandomK(0.2, unbiased=True), gm.QSGD(8), gm.QSGD(4, bucket_size=64, seed=5), gm.QSGD(2, unbiased=True)),
     ],
