@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.pages import blocks
 from train.command_line import read_command_line
 from train.tasks.images.config import Config
 from train.tasks.language_model.config import LanguageModelConfig
@@ -204,6 +205,34 @@ def test_launch_does_not_requeue_for_ever(cluster: Path, num_restarts: int, is_r
     assert (cluster / "log").exists() == is_requeued
     assert (status == 0) == is_requeued
     assert ("after 3 restarts, not requeued: see MAX_RESTARTS" in err) != is_requeued
+
+
+@pytest.mark.parametrize(
+    ("training", "status", "requeues"),
+    [("echo $*; exit 0", 0, []), ("echo $*; exit 3", 3, []), (f"echo $*; {SIGNALLED}", 0, ["requeue 4321"])],
+    ids=["ends", "fails", "is told to stop"],
+)
+def test_the_script_of_the_guide_runs_torchrun_and_requeues(
+    cluster: Path, training: str, status: int, requeues: list[str]
+) -> None:
+    (script,) = (text for text in blocks(ROOT / "docs/guides/launchers.md", "bash") if text.startswith("#!"))
+    write_executable(cluster / "two_nodes.sh", script)
+    variables = SLURM | {"SLURM_CPUS_PER_TASK": "64", "FAKE_SRUN": training}
+    done = subprocess.run(
+        ["./two_nodes.sh"],
+        cwd=cluster,
+        env=environment(cluster / "bin", **variables),
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    words = shlex.split(done.stdout)
+    assert words[1:5] == ["torchrun", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d"]
+    assert {"--rdzv-endpoint=node07:29500", "--rdzv-id=4321-0", "train.py"} <= set(words)
+    log = cluster / "log"
+    assert (log.read_text(encoding="utf-8").splitlines() if log.exists() else []) == requeues
 
 
 def submit(cluster: Path, script: str, *arguments: str, **variables: str) -> tuple[list[str], list[str]]:
