@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 
 from benchmarks.claims.base import Claim
 from benchmarks.record import RESULTS
-from benchmarks.studies.ends import trainings
+from benchmarks.studies.ends import ends, trainings
 
 BASE = "all-reduce"
 KEY = ["workers", "steps", "batch"]
@@ -134,6 +135,32 @@ def sgp(workers: int) -> Claim:
     return Claim(tuple(f"{name}.csv" for name in pages), f"{where}, {rates}", text)
 
 
+def by_workers(rows: pd.DataFrame, method: str) -> str:
+    """Return the points by which a method ends below all-reduce, by the number of workers.
+
+    Args:
+        rows: of worker_numbers.csv.
+        method: the name.
+    """
+    found = ends(rows, BASE)
+    own = found[found["method"] == method].sort_values("workers")
+    texts = [f"{round(row.gap, 1) + 0.0:.1f} with {row.workers}" for row in own.itertuples()]
+    return f"{', '.join(texts[:-1])} and {texts[-1]} workers"
+
+
+def times_bytes(rows: pd.DataFrame, method: str, workers: int) -> float:
+    """Return the bytes of a worker over those of all-reduce.
+
+    Args:
+        rows: of worker_numbers.csv.
+        method: the name.
+        workers: their number.
+    """
+    found = ends(rows, BASE)
+    megabytes = found[found["workers"] == workers].set_index("method")["megabytes"]
+    return float(megabytes[method] / megabytes[BASE])
+
+
 def distances(rows: pd.DataFrame) -> str:
     """Return the largest consensus distance of SGP in a run, by the number of workers.
 
@@ -148,6 +175,20 @@ def distances(rows: pd.DataFrame) -> str:
 
 IMAGES: Mapping[str, Claim] = {
     **{f"sgp_{workers}": sgp(workers) for workers in (8, 16, 32)},
+    **{
+        name: Claim(
+            ("worker_numbers.csv",),
+            f"{method}: the accuracy of all-reduce less that of it at tuned rates, mean over the seeds that both have",
+            partial(by_workers, method=method),
+        )
+        for name, method in {"qgdsgdm": "QG-DSGDm", "wagma": "WAGMA-SGD"}.items()
+    },
+    "wagma_bytes": Claim(
+        ("worker_numbers.csv",),
+        "32 workers: megabytes of WAGMA-SGD over those of all-reduce, at the last step",
+        partial(times_bytes, method="WAGMA-SGD", workers=32),
+        "{:.1f}",
+    ),
     "distance": Claim(
         ("worker_numbers.csv",),
         "SGP at tuned rates: the largest consensus distance at an evaluation of a run, the mean over seeds",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from benchmarks.claims.uneven import unsigned
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import EXACT, Headline, by_effect, by_level, by_limit, by_order, order_found
 from benchmarks.pages.image_studies import LEVEL, SETUP, beside, ends_of_all, of, within
@@ -47,11 +48,6 @@ def accuracy_text(row: pd.Series) -> str:
 def below(row: pd.Series) -> str:
     """Return a method with its gap in words, with one decimal."""
     return f"{row['method'].partition(',')[0]} {unsigned(row['gap'])}"
-
-
-def unsigned(gap: float) -> str:
-    """Return a gap with one decimal, and no sign of minus before zero."""
-    return f"{round(gap, 1) + 0.0:.1f}"
 
 
 # Uneven data.

@@ -11,7 +11,9 @@ from benchmarks.claims import command, registry
 from benchmarks.claims.base import Claim
 from benchmarks.claims.figures import unclaimed
 from benchmarks.claims.measured import METHODS, SOURCES, WITHOUT_PAGE, slug_of
-from benchmarks.record import DTYPES, RESULTS, ROOT
+from benchmarks.record import DTYPES, RESULTS, ROOT, rows_of
+from benchmarks.studies.ends import split_ends
+from benchmarks.studies.uneven import SKEWED
 
 
 def test_all_pages_have_the_texts_of_the_rows() -> None:
@@ -128,3 +130,17 @@ def test_good_and_bad_rows_are_on_the_pages_of_methods() -> None:
     for text, name in ((wagma, "WAGMA-SGD"), (pairs, "AD-PSGD")):
         gap = (ends[name] - ends["all-reduce"]).mean()
         assert f"| 32 | SGD | {100 - ends[name].mean():.1f} % | {gap:+.2f} points" in text
+
+
+def test_the_advice_on_uneven_data_is_that_of_the_rows() -> None:
+    """Of docs/choosing.md, the README and the page for forks of SGP."""
+    found = {split: split_ends(rows_of("uneven_data.csv"), split).set_index("method") for split in SKEWED}
+    gaps = {split: ends["gap"].drop("all-reduce").sort_values() for split, ends in found.items()}
+    even, uneven, apart = (gaps[split] for split in SKEWED)
+    assert even["SGP"] <= even.min() + 0.1
+    assert list(uneven.index[:2]) == ["RelaySGD", "SGP"]
+    assert apart.index[0] == "RelaySGD"
+    for own in (uneven, apart):
+        assert (own[["gradient tracking", "D2", "exact diffusion"]] > own["SGP"]).all()
+    sent = found[SKEWED[0]]["megabytes"]
+    assert 0.5 < sent["SGP"] / sent["RelaySGD"] < 0.55

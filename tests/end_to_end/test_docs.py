@@ -149,6 +149,14 @@ def test_ad_psgd_finds_the_weights(tmp_path: Path) -> None:
     assert errors[0] < 0.1
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_the_script_of_a_fork_learns_all_classes(tmp_path: Path) -> None:
+    (line,) = set(run_script("fork.py", tmp_path))  # the averaged model is one for all ranks
+    accuracy = float(re.fullmatch(r"averaged model: accuracy (\d+\.\d) %\n", line)[1])  # type: ignore[index]
+    assert accuracy > 80  # one worker has one or two large classes of ten
+
+
 def test_every_script_of_the_pages_is_run_here() -> None:
     tested = re.findall(r'run_script\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8"))
     assert sorted(tested) == sorted(SCRIPTS)
