@@ -13,6 +13,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 @pytest.mark.parametrize("page", ["guides/lab.md", "choosing.md"])
 def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text, namespace = (DOCS / page).read_text(encoding="utf-8"), {"__name__": "page"}
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        exec(compile(block, page, "exec", dont_inherit=True), {"__name__": "page"})
+        exec(compile(block, page, "exec", dont_inherit=True), namespace)
