@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..flat.selection import Selection
+from ..flat.selection import Selection, set_noise_source
 from ..old_names import takes_old_arguments
 from ..wrappers.base import GossipWrapper
 from ..wrappers.composition import check_whole
@@ -136,6 +136,7 @@ class PairwiseDataParallel(PairwiseWorker, GossipWrapper):
         super().__init__(module, selection=Selection(gossip_buffers, ignore), **flags)
         buffer = self._local.buffer
         self._local.who = f"worker {name!r}: "
+        set_noise_source(module, sorted(config.peers).index(config.name))
         engine = PairwiseEngine(buffer, config, init_from_peers=init_from_peers)
         self._start(engine, AverageOnDemand(buffer.vector.raw.device, config.time_to_average))
 

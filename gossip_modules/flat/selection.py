@@ -21,12 +21,12 @@ class MixedBuffers(nn.Module):
 
     Attributes:
         has_wrapper: whether a module with this one in it was wrapped.
-        source: the number of the replica whose gradients this process computes, such as its rank; 0 on all ranks where
-            gradients are averaged.
+        noise_source: the number of the replica whose gradients this process computes, such as its rank; 0 on all ranks
+            where gradients are averaged.
     """
 
     has_wrapper = False
-    source = 0
+    noise_source = 0
 
     def check_training(self) -> None:
         """Raise ValueError if its buffers have no use in the training that is about to begin."""
@@ -35,6 +35,12 @@ class MixedBuffers(nn.Module):
 def mixed_buffers(module: nn.Module) -> list[MixedBuffers]:
     """Return the `MixedBuffers` in a module."""
     return [part for part in module.modules() if isinstance(part, MixedBuffers)]
+
+
+def set_noise_source(module: nn.Module, number: int) -> None:
+    """Tell the `MixedBuffers` in a module whose gradients this process computes; see `MixedBuffers.noise_source`."""
+    for part in mixed_buffers(module):
+        part.noise_source = number
 
 
 @dataclass(frozen=True)

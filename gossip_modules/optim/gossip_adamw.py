@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..warn import levels_to_user
 from .base import StepOptimizer, check_count, check_numbers
 
 _CACHED = 65536
@@ -146,21 +148,38 @@ class GossipAdamW(StepOptimizer):
             group["num_ranks"] = num_ranks
 
     def _noise_share(self, x: list[Tensor], t: int, b1: float, b2: float) -> float | Tensor:
-        """K', one for all of these parameters; of stacked parameters one for each row, [n]."""
+        """K', one for all of these parameters; of stacked parameters one for each row, float64 [n]."""
+        states = [self.state[each] for each in x]
         if self.sources is None:
+            if PROBE in states[0]:
+                self._forget_probes(states)
             return noise_share(t, b1, b2)
-        sources, states = self.sources(), [self.state[each] for each in x]
+        sources = self.sources()
         for each, state in zip(x, states, strict=True):
             if PROBE not in state:
                 state.update(_probe_after(t - 1, b1, b2, each, sources))
-        probes, shares = ([state[name] for state in states] for name in (PROBE, SHARE))
+        probes = [state[PROBE] for state in states]
         sizes = [probe.shape[-1] for probe in probes]
         z = _signs(sources, t, sum(sizes)).to(probes[0])
         torch._foreach_lerp_(probes, z.split(sizes, -1), 1 - b1)
-        k_t = torch.cat(probes, -1).square().mean(-1) / (1 - b1**t) ** 2
-        torch._foreach_lerp_(shares, [k_t] * len(shares), 1 - b2)
-        share = torch.stack(shares).mean(0) / (1 - b2**t)
-        return share if share.dim() or share.device.type != "cpu" else share.item()
+        p = torch.cat(probes, -1)
+        squares = p.to(torch.promote_types(p.dtype, torch.float32)).square().mean(-1)
+        k_t: Any = squares.double() if squares.dim() else squares.item()
+        k_t = k_t / (1 - b1**t) ** 2
+        for state in states:
+            state[SHARE] = b2 * state[SHARE] + (1 - b2) * k_t
+        return sum(state[SHARE] for state in states) / len(states) / (1 - b2**t)
+
+    def _forget_probes(self, states: list[dict[str, Any]]) -> None:
+        warnings.warn(
+            "GossipAdamW: got a state of mixed moments in an optimizer that no MixedMomentum knows, expected "
+            "momentum.of(optimizer), also after a copy of model and optimizer; it takes the moments for those of this "
+            "rank alone",
+            stacklevel=levels_to_user(),
+        )
+        for state in states:
+            state.pop(PROBE, None)
+            state.pop(SHARE, None)
 
     def _step(self, x: list[Tensor], t: int, group: dict[str, Any], kept: float | Tensor) -> None:
         """The update, for parameters with equally many steps and the share K' of the noise."""
@@ -175,8 +194,7 @@ class GossipAdamW(StepOptimizer):
         torch._foreach_addcmul_(v, g, g, value=1 - b2)
         torch._foreach_mul_(s, b2)
         torch._foreach_addcmul_(s, m, m, value=(1 - b2) / first**2)
-        root = _scaled(v, of_all / second)
-        torch._foreach_add_(root, _scaled(s, (1 - of_all) / second))
+        root = _combined(v, s, of_all, 1 / second)
         torch._foreach_sqrt_(root)
         torch._foreach_add_(root, group["eps"])
         step = torch._foreach_div(m, root)
@@ -186,13 +204,14 @@ class GossipAdamW(StepOptimizer):
         torch._foreach_add_(x, step, alpha=-lr / first)
 
 
-def _probe_after(t: int, b1: float, b2: float, x: Tensor, sources: int | Sequence[int]) -> dict[str, Tensor]:
+def _probe_after(t: int, b1: float, b2: float, x: Tensor, sources: int | Sequence[int]) -> dict[str, Any]:
     """p and K of a parameter after t steps whose moments no round has mixed."""
     rows = () if isinstance(sources, int) else (len(sources),)
     size = min(x.numel() // math.prod(rows), PROBED)
     deviation = math.sqrt((1 - b1) / (1 + b1) * (1 - b1 ** (2 * t)))
     kept = noise_share(t, b1, b2) * (1 - b2**t) if t else 0.0
-    return {PROBE: deviation * _signs(sources, 0, size).to(x), SHARE: x.new_full(rows, kept)}
+    share = torch.full(rows, kept, dtype=torch.float64, device=x.device) if rows else kept
+    return {PROBE: deviation * _signs(sources, 0, size).to(x), SHARE: share}
 
 
 def _weight_of_all(share: float, kept: float | Tensor) -> float | Tensor:
@@ -202,11 +221,14 @@ def _weight_of_all(share: float, kept: float | Tensor) -> float | Tensor:
     return max(share - kept, 0.0) / max(1 - kept, _NEGLIGIBLE)
 
 
-def _scaled(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """The tensors times a factor; a factor [n] has one for each row."""
-    if isinstance(factor, Tensor) and factor.dim():
-        return [x * factor.view(-1, *[1] * (x.dim() - 1)) for x in tensors]
-    return list(torch._foreach_mul(tensors, factor))
+def _combined(v: list[Tensor], s: list[Tensor], share: float | Tensor, factor: float) -> list[Tensor]:
+    """factor (share v + (1 - share) s); a share [n] has one number for each row."""
+    if isinstance(share, Tensor):
+        shares = (share.to(x).view(-1, *[1] * (x.dim() - 1)) for x in v)
+        return [factor * torch.lerp(y, x, own) for x, y, own in zip(v, s, shares, strict=True)]
+    root = list(torch._foreach_mul(v, share * factor))
+    torch._foreach_add_(root, s, alpha=(1 - share) * factor)
+    return root
 
 
 def _signs(sources: int | Sequence[int], t: int, size: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..flat.selection import MixedBuffers
 from ..flat.sharded import meshes_of
 from .gossip_adamw import PROBE, PROBED, GossipAdamW
+from .outer_optimizer import OuterOptimizer
 
 MOMENTS = ("exp_avg", "momentum_buffer")
 """The names of the first moment of a parameter in the state of an optimizer: of Adam and its kin, and of SGD."""
@@ -78,9 +79,14 @@ class MixedMomentum(MixedBuffers):
         self.names = list(trained)
         self._trained, self._has_optimizer = list(trained.values()), False
         for name, parameter in trained.items():
-            self.register_buffer(buffer_name(name), torch.zeros_like(parameter), persistent=False)
             probe = parameter.detach().new_zeros(min(parameter.numel(), PROBED))
-            self.register_buffer(probe_name(name), probe, persistent=False)
+            for own, buffer in ((buffer_name(name), torch.zeros_like(parameter)), (probe_name(name), probe)):
+                if hasattr(self, own):
+                    raise ValueError(
+                        f"got a {type(module).__name__} with a parameter {name!r}, whose buffer would be {own!r}, "
+                        f"expected a name that {type(self).__name__} has not; rename the parameter"
+                    )
+                self.register_buffer(own, buffer, persistent=False)
         setattr(module, NAME, self)
 
     def forward(self, x: Any) -> Any:
@@ -98,6 +104,10 @@ class MixedMomentum(MixedBuffers):
             ValueError: (also in steps) the optimizer trains a parameter that the module did not train when this object
                 was made; (steps) it has no first moment, or no wrapper mixes the moments.
         """
+
+        if isinstance(optimizer, OuterOptimizer):  # its state, groups and hooks are those of the optimizer inside
+            self.of(optimizer.optimizer)
+            return optimizer
 
         def kept() -> Kept:
             for name, parameter in zip(self.names, self._trained, strict=True):
@@ -119,7 +129,7 @@ class MixedMomentum(MixedBuffers):
                     "GossipAdamW, AdamW, or SGD with momentum"
                 )
 
-        keep_moments_in(optimizer, kept, lambda: self.source)
+        keep_moments_in(optimizer, kept, lambda: self.noise_source)
         optimizer.register_step_pre_hook(check_wrapper)
         optimizer.register_step_post_hook(check_state)
         self._has_optimizer = True
@@ -142,7 +152,7 @@ def buffer_name(parameter_name: str) -> str:
 
 def probe_name(parameter_name: str) -> str:
     """Return the name of the buffer of a parameter's probe."""
-    return f"{buffer_name(parameter_name)}/{PROBE}"
+    return f"{buffer_name(parameter_name)}//{PROBE}"
 
 
 def keep_moments_in(optimizer: Optimizer, kept: Callable[[], Kept], sources: Callable[[], int | Sequence[int]]) -> None:

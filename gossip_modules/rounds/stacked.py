@@ -320,7 +320,8 @@ class Stacked:
         """Let the round that `launch` began keep a copy of the models; see `Vectors.sent`."""
         assert self._open is not None, "launch() comes first"
         for v in self._open.v:
-            v.sent = Vector([part.clone() for part in v.x.parts])
+            if not isinstance(v.x, SentVector):  # else it is the correction, and no round reads the model
+                v.sent = Vector([part.clone() for part in v.x.parts])
 
     def land(self, x: Vector) -> None:
         """End the round that `launch` began, on the present models x."""

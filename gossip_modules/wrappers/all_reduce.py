@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..engine.engine import EngineStats
 from ..engine.gradients import GradientEngine
 from ..flat.nonfinite import FiniteCheck, check_policy
-from ..flat.selection import Selection
+from ..flat.selection import Selection, set_noise_source
 from ..flat.sharded import is_gathered
 from ..flat.vector import FlatVector
 from ..loop.gradient_watch import weakly
@@ -133,6 +133,7 @@ class AllReduceDataParallel(OldModuleNames, DistributedDataParallel, AveragingMi
         transport = self._transport = connect(group, module_device=device, timeout=as_timeout(timeout))
         local = self._local = PackedModel(module, Selection(ignore=ignore), GlobalAverage(transport))
         local.selection.check(module)
+        set_noise_source(module, 0)
         if transport.backend == "gloo":
             transport.barrier(what="making an AllReduceDataParallel")  # names an absent rank, as torch does not
         with local.selection.ignored_by_ddp(module):
@@ -245,7 +246,7 @@ class ElasticAllReduce(GossipWrapper):
         super().__init__(module, selection=Selection(broadcast_buffers, ignore), gossip_in_eval_mode=True)
         check_whole(module, what="a membership")
         local = self._local
-        local.name = AllReduceDataParallel.__name__
+        local.name, local.averages_gradients = AllReduceDataParallel.__name__, True
         local.description = {"on_nonfinite": on_nonfinite, "selection": str(local.selection)}
         local.world = Participant(local, membership, lambda n: n, peers=_watched, has_links=False)
         self._handle: torch.utils.hooks.RemovableHandle | None = None

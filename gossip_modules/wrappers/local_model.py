@@ -18,7 +18,7 @@ from ..engine.lockstep import LockstepEngine
 from ..flat.aliases import has_memory
 from ..flat.buffer import FlatBuffer
 from ..flat.former_layout import FormerLayout
-from ..flat.selection import Selection, mixed_buffers
+from ..flat.selection import Selection, set_noise_source
 from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.loop import Loop, RoundTime
@@ -76,6 +76,7 @@ class LocalModel(AveragedModel):
         engine: how rounds run.
         transport: the transport of the rounds, over the ranks; only if `is_connected`.
         is_connected: whether rounds have a transport over ranks; only rounds of dpwa have none.
+        averages_gradients: whether all ranks step by one gradient, their mean.
         world: the ranks that train together.
         loop: observes the training of this model.
         place: this rank and the number of ranks; None without ranks.
@@ -91,7 +92,7 @@ class LocalModel(AveragedModel):
     engine: Engine = branch(is_needed=True)
     loop: Loop = branch(is_flat=True)
     transport: ProcessGroupTransport | LinkTransport
-    is_connected = False
+    is_connected = averages_gradients = False
     place: Place = None
     who: str = ""
     around: Callable[[], nn.Module | None] = transient(_nothing)
@@ -144,8 +145,8 @@ class LocalModel(AveragedModel):
         """Run rounds over this transport from now on."""
         self.transport, self.is_connected = transport, True
         name = self.world.own_name
-        for part in mixed_buffers(self.buffer.module):  # the processes of a node have one source
-            part.source = transport.rank if name is None else int(name.partition(".")[0])
+        number = transport.rank if name is None else int(name.partition(".")[0])  # the processes of a node have one
+        set_noise_source(self.buffer.module, 0 if self.averages_gradients else number)
 
     def share_with(self, node: Node) -> None:
         """Hold this model together with the processes of the node."""

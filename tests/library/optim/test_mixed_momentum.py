@@ -238,7 +238,7 @@ def test_each_rank_draws_its_own_signs(name: str) -> None:
         module = net()
         model = WRAPPERS[name](module, group)
         model.close()
-        return momentum_of(module).source, group.rank()
+        return momentum_of(module).noise_source, group.rank()
 
     assert all(source == rank for source, rank in run_ranks(N, body))
 
@@ -247,7 +247,7 @@ def in_a_node(rank: int) -> int:
     module = net()
     model = gm.GossipDataParallel(module, nprocs_per_node=2)
     model.close()
-    return momentum_of(module).source
+    return momentum_of(module).noise_source
 
 
 @pytest.mark.e2e
@@ -257,23 +257,123 @@ def test_processes_of_a_node_draw_the_same_signs() -> None:
     assert [outcome.result for outcome in outcomes] == [0, 0, 1, 1]
 
 
-def test_with_averaged_gradients_all_ranks_draw_the_same_signs() -> None:
-    """A measured share differs on no rank, so the models stay equal."""
+@pytest.mark.parametrize("after_gossip", [False, True])
+def test_with_averaged_gradients_all_ranks_draw_the_same_signs(after_gossip: bool) -> None:
+    """The measured share weighs g^2 here, and differs on no rank, so the models stay equal."""
 
-    def body(group: dist.ProcessGroup) -> Tensor:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, int]:
         module = copy.deepcopy(start)
+        if after_gossip:
+            gm.GossipDataParallel(module, process_group=group).close()
         model = gm.AllReduceDataParallel(module, process_group=group)
-        optimizer = momentum_of(module).of(GossipAdamW(model.parameters(), lr=0.01, num_ranks=1000))
-        for step in range(STEPS):
+        optimizer = momentum_of(module).of(GossipAdamW(model.parameters(), lr=0.01, num_ranks=2))
+        for step in range(40):
             optimizer.zero_grad()
             loss(model, batch(group.rank(), step)).backward()
             optimizer.step()
         model.close()
-        return _flat(module.parameters())
+        return _flat(module.parameters()), momentum_of(module).noise_source
 
     start = net()
-    x, y = run_ranks(2, body)
+    (x, own), (y, other) = run_ranks(2, body)
+    assert (own, other) == (0, 0)
     assert torch.equal(x, y)
+
+
+def test_elastic_workers_with_averaged_gradients_draw_the_same_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: list[int] = []
+
+    def train(worker: Worker) -> None:
+        member = worker.membership = member_of(worker.job.store, min_workers=2)
+        momentum = MixedMomentum(worker.model)
+        wrapper = worker.wrapper = gm.AllReduceDataParallel(worker.model, membership=member)
+        optimizer = momentum.of(GossipAdamW(wrapper.parameters(), lr=0.01, num_ranks=2))
+        for step in member.steps(1 << 30):
+            with worker.job.lock:
+                if step >= worker.job.last:
+                    break
+                worker.step, worker.first = step + 1, max(worker.first, 0)
+            optimizer.zero_grad()
+            wrapper(torch.randn(4, 4)).pow(2).mean().backward()
+            optimizer.step()
+            worker.members = member.members
+        sources.append(momentum.noise_source)
+
+    monkeypatch.setattr(Worker, "train", train)
+    job = Job(dist.HashStore(), min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    job.end()
+    assert sources == [0, 0]
+    close(workers)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_workers_of_dpwa_draw_their_own_signs(first: int) -> None:
+    own, other = ("a", "b") if first == 0 else ("b", "a")
+    peers = {own: "tcp://127.0.0.1:0", other: "tcp://127.0.0.1:9"}
+    module = net()
+    model = gm.PairwiseDataParallel(module, name=own, peers=peers, init_from_peers=False)
+    assert momentum_of(module).noise_source == first
+    model.close()
+
+
+def test_an_outer_optimizer_has_the_moments_of_the_optimizer_inside() -> None:
+    module = net()
+    Selection().check(module)
+    inner = gossip_adamw(module.parameters())
+    outer = gm.OuterOptimizer(inner, gm.DiLoCo(2))
+    assert momentum_of(module).of(outer) is outer
+    loss(module, batch(0, 0)).backward()
+    outer.step()
+    first = next(iter(module.parameters()))
+    assert inner.state[first]["exp_avg"] is momentum_of(module).get_buffer("0/weight")
+    assert inner.state[first]["probe"] is momentum_of(module).get_buffer("0/weight//probe")
+
+
+def test_an_optimizer_without_its_momentum_forgets_the_probe_and_says_so() -> None:
+    """After a copy of model and optimizer, which have no hooks, or a loaded state of mixed moments."""
+    module = net()
+    Selection().check(module)
+    optimizer = momentum_of(module).of(gossip_adamw(module.parameters()))
+    loss(module, batch(0, 0)).backward()
+    optimizer.step()
+    twin, own = copy.deepcopy((module, optimizer))
+    loss(twin, batch(0, 1)).backward()
+    with pytest.warns(
+        UserWarning, match=r"no MixedMomentum knows, expected momentum\.of\(optimizer\), also after a copy"
+    ):
+        own.step()
+    assert all("probe" not in state and "noise_share" not in state for state in own.state.values())
+    own.step()  # warns once
+    assert torch.isfinite(_flat(twin.parameters())).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_share_is_not_rounded_to_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(32)]
+    optimizer = GossipAdamW(parameters, lr=0.0, betas=(0.9, 0.99), num_ranks=8)
+    optimizer.sources = lambda: 0
+    for _ in range(500):
+        for each in parameters:
+            each.grad = torch.zeros_like(each)
+        optimizer.step()
+    share = optimizer.state[parameters[0]]["noise_share"] / (1 - 0.99**500)
+    assert share == pytest.approx(noise_share(500, 0.9, 0.99), rel=0.05)
+
+
+@pytest.mark.parametrize("names", [("w", "w//probe"), ("noise_source",), ("a/b", "a.b")])
+def test_names_of_parameters_that_would_meet_are_refused(names: tuple[str, ...]) -> None:
+    module = nn.Module()
+    for name in names:
+        owner = module
+        *parts, last = name.split(".")
+        for part in parts:
+            owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(last, nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ValueError, match=r"whose buffer would be .* rename the parameter"):
+        MixedMomentum(module)
 
 
 # Resuming, copies, and workers that join.
@@ -289,7 +389,7 @@ def test_training_goes_on_from_the_states_of_model_and_optimizer_on_other_ranks(
         ring = gm.RingGraph(N, peers_per_itr=2)
         model = gm.GossipDataParallel(module, process_group=group, graph=ring, **arguments)
         optimizer = momentum_of(module).of(gossip_adamw(model.parameters()))
-        momentum_of(module).source = place  # each rank draws its own signs; here these of the place in all runs
+        momentum_of(module).noise_source = place  # each rank draws its own signs; here these of the place in all runs
         if steps.start:
             module.load_state_dict(saved[place][0])
             optimizer.load_state_dict(copy.deepcopy(saved[place][1]))  # torch copies no tensor of it
