@@ -111,7 +111,9 @@ def search(method: str) -> Claim:
 
 
 SAID = (
-    *(("mixed", workers) for workers in (8, 16, 64)),
+    *(("mixed", workers) for workers in (8, 16)),
+    *(("local2_mixed", workers) for workers in (8, 16, 32, 64)),
+    ("two_mixed", 16),
     *((name, 8) for name in ("sgp", "osgp", "local", "diloco")),
 )
 """The names and the numbers of workers of the distances that pages say."""

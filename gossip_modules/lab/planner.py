@@ -21,6 +21,8 @@ from .plan import CODES, LabPlan, Setting
 from .tasks import Problem
 
 MAX_STEPS = 320
+MANY_WORKERS = 16
+"""From here on the advice for mixed moments is another one: docs/guides/default.md has the rows."""
 _MAX_THETA = 1e6  # to which Moniqua's bound is doubled
 GRAPHS_TO_TRY = (
     *("npeer-exponential", "exponential", "bipartite-exponential", "base", "equi-dyn", "equi-dyn-undirected"),
@@ -332,9 +334,10 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
     if chosen.plan.method.name != "ar":
         sentences.append(f"By Adam, train with GossipAdamW(..., num_ranks={setting.world_size}).")
     if chosen.plan.method.name in ("sgp", "osgp"):
+        mixed = "MixedMomentum" if setting.world_size < MANY_WORKERS else "LocalSGD(sync_every=2) with MixedMomentum"
         sentences.append(
-            "MixedMomentum comes closer to all-reduce in equal steps, for twice the bytes: docs/guides/default.md has "
-            "nats by workers."
+            f"{mixed} comes closer to all-reduce in equal steps, for twice the bytes of SGP: docs/guides/default.md "
+            "has nats by workers."
         )
     if chosen.settings:
         sentences.append(f"It was simulated with {chosen.settings}.")
