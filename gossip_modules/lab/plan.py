@@ -245,8 +245,10 @@ class LabPlan:
     def resolved(self, num_workers: int) -> LabPlan:
         """Return the plan with the default graph of its method for `num_workers` workers."""
         own, plan, made = self.method.simulated_graph, self, self.chosen.made
-        if not self.is_text and isinstance(made, Algorithm) and made.default_graph(num_workers) is not None:
-            own = None  # an object has the graph that it trains on
+        if own is not None and not self.is_text and isinstance(made, Algorithm):
+            has_weights = own(num_workers, 1) != "ring" and made.default_mixing(num_workers) is not None
+            if has_weights or made.default_graph(num_workers) is not None:
+                own = None  # an object has the graph and the weights that it trains on
         if num_workers > MAX_DENSE_RANKS and getattr(self.chosen.made, "step_size", 0.0) is None:
             plan = self.with_settings(step_size=1.0)  # the best one takes the spectrum of W
         if self.codes and self.is_recipe and not self.code:

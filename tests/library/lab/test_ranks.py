@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import GroupAverageDataParallel, MixedMomentum
+from gossip_modules import GossipDataParallel, GroupAverageDataParallel, MixedMomentum
+from gossip_modules.extend import Memory, Mix, Round, Vectors
+from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
 from gossip_modules.lab.comparison import LabTraining
 from gossip_modules.methods import METHODS, wrapping
 from gossip_modules.methods.chosen import Chosen, read_algorithm
 from gossip_modules.methods.options import Context, WrapperOptions
+from gossip_modules.mixing_manager import MatrixMixing
 from gossip_modules.rounds.algorithm import Algorithm
 from tests.harness.ranks import run_ranks
 
@@ -142,6 +146,43 @@ def check_as_by_ranks(name: str, found: Chosen, monkeypatch: pytest.MonkeyPatch)
     names = [n.removeprefix("model.") for n in training.models.names]
     assert names == list(begin), "the order of the flat vector"
     torch.testing.assert_close(z, by_ranks(found, own, begin, monkeypatch).x, rtol=0, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Weighted(Algorithm):
+    """D-PSGD with a matrix of its own, and no default graph."""
+
+    def default_mixing(self, world_size: int) -> MatrixMixing:
+        graph = NetworkXGraph(nx.path_graph(world_size))
+        laplacian = torch.from_numpy(nx.laplacian_matrix(nx.path_graph(world_size)).toarray()).double()
+        return MatrixMixing(graph, torch.eye(world_size, dtype=torch.float64) - 0.3 * laplacian)
+
+    def round(self, v: Vectors, m: Memory, k: int) -> Round:
+        yield Mix(v.x)
+
+
+def test_an_algorithm_has_its_own_weights_as_by_ranks() -> None:
+    own, n = task(0.0), 4  # whose default graph is no ring
+    training = LabTraining(LabPlan.of(Weighted()), Setting(n, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
+    begin = {n.removeprefix("model."): p.detach().clone() for n, p in training.models.module.named_parameters()}
+    for _ in training.run(STEPS):
+        pass
+
+    def body(group: dist.ProcessGroup) -> Tensor:
+        module = own.model()
+        module.load_state_dict(begin)
+        model = GossipDataParallel(module, process_group=group, algorithm=Weighted())
+        assert own.optimizer is not None
+        optimizer = own.optimizer(list(model.parameters()))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            own.loss(model, own.batch(group.rank(), step, 0)).backward()
+            optimizer.step()
+        model(own.batch(group.rank(), STEPS, 0))
+        model.close()
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    torch.testing.assert_close(training.settle(), torch.stack(run_ranks(n, body)), rtol=0, atol=1e-9)
 
 
 # Mixed moments.
