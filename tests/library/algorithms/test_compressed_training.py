@@ -156,15 +156,16 @@ def test_a_code_that_saves_nothing_is_named_once(make: Callable[[], Algorithm]) 
 def test_an_exact_code_is_the_algorithm_without_compression() -> None:
     """CHOCO with a step size of one is D-PSGD then; it promises no fewer bytes, so it warns of none."""
 
-    def body(group: dist.ProcessGroup, algorithm: Algorithm) -> Tensor:
-        model = mlp(group.rank()).double()
-        wrapper = wrap(model, group, mixing=ring(4), algorithm=algorithm)
-        train(wrapper, group.rank(), range(5))
-        wrapper.close()
-        return flatten(model)
+    def trained(algorithm: Algorithm) -> Tensor:
+        def body(group: dist.ProcessGroup) -> Tensor:
+            model = mlp(group.rank()).double()
+            wrapper = wrap(model, group, mixing=ring(4), algorithm=algorithm)
+            train(wrapper, group.rank(), range(5))
+            wrapper.close()
+            return flatten(model)
 
-    exact, plain = (
-        run_ranks(4, lambda group, made=made: body(group, made)) for made in (Choco(Identity(), step_size=1.0), DPSGD())
-    )
-    torch.testing.assert_close(torch.stack(exact), torch.stack(plain), rtol=0, atol=1e-12)
+        return torch.stack(run_ranks(4, body))
+
+    exact, plain = trained(Choco(Identity(), step_size=1.0)), trained(DPSGD())
+    torch.testing.assert_close(exact, plain, rtol=0, atol=1e-12)
     assert warnings_of(lambda: nn.Linear(40, 40), lambda: Choco(Identity(), step_size=1.0)) == []
