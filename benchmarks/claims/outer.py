@@ -60,6 +60,12 @@ def above(method: str, column: str) -> Callable[[pd.DataFrame], float]:
 LONG_STEPS, LONG_WORKERS = 88_000, 4
 
 
+def alone(rows: pd.DataFrame) -> float:
+    """Return the distance of one worker alone from all-reduce of `LONG_WORKERS`, of the seeds that both have."""
+    last = rows[(rows["step"] == LONG_STEPS) & ~rows["is_tuning"]].set_index(["method", "workers", "seed"])["test"]
+    return float((last["one worker alone", 1] - last[BASE, LONG_WORKERS]).dropna().mean())
+
+
 def long(method: str) -> Claim:
     """Return the claim about the distance of a method from all-reduce after 176 outer steps."""
 
@@ -84,4 +90,15 @@ _SHORT: Mapping[str, Claim] = {
         ("short_diloco_tuned", DILOCO, "own", "the best rate of each"),
     )
 }
-OUTER: Mapping[str, Claim] = {**_SHORT, "long_diloco": long(DILOCO), "long_averages": long("local SGD")}
+_ALONE = Claim(
+    ("outer_long.csv",),
+    f"{LONG_STEPS:,} steps, no tuning rows: test of one worker alone less that of {BASE} with {LONG_WORKERS}, equal seeds",
+    alone,
+    "{:.3f}",
+)
+OUTER: Mapping[str, Claim] = {
+    **_SHORT,
+    "long_diloco": long(DILOCO),
+    "long_averages": long("local SGD"),
+    "long_alone": _ALONE,
+}

@@ -35,7 +35,7 @@ class MixedMomentum(MixedBuffers):
     so the next step has a moment of many ranks, as the step of all-reduce has. Messages have twice the elements.
     `docs/benchmarks/language.md` has the measurements. `GossipAdamW` needs the share of the noise that mixed moments
     keep, and measures it with a probe of at most 64 elements for each parameter, which rounds mix too: see [Note: Mixed
-    moments] there.
+    moments] of `GossipAdamW`.
 
     The moments are buffers of the module, without a place in its `state_dict()`, and wrappers mix them like running
     statistics: in rounds, in exact averages, and late with `overlap=True`. The state of the optimizer refers to them,

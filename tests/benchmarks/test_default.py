@@ -42,13 +42,21 @@ def test_all_pages_begin_with_sgp_and_gossip_adamw() -> None:
 
 
 def test_mixed_moments_bring_sgp_closer_to_all_reduce(language: pd.DataFrame) -> None:
-    """With 8 workers within the target of 0.02 nats; with more one peer misses it."""
+    """With 8 workers within the target of 0.02 nats; with 16 one peer misses it."""
     own = language.loc[8]
     assert own.loc[MIXED, "seeds"] == own.loc[BASE, "seeds"] == 3
     assert own.loc[MIXED, "beyond"] <= 0.02
     assert own.loc[MIXED, "beyond"] < own.loc[SGP, "beyond"] < own.loc[PLAIN, "beyond"]
-    for workers in (16, 32, 64):
-        assert 0.02 < language.loc[(workers, MIXED), "beyond"] < 0.06
+    assert 0.02 < language.loc[(16, MIXED), "beyond"] < 0.06
+
+
+@pytest.mark.parametrize(("workers", "seeds", "limit"), [(8, 3, 0.02), (16, 3, 0.02), (32, 1, 0.05), (64, 1, 0.05)])
+def test_local_sgd_with_mixed_moments_is_within_the_target(
+    language: pd.DataFrame, workers: int, seeds: int, limit: float
+) -> None:
+    own = language.loc[(workers, NAMES["local2_mixed"])]
+    assert own["seeds"] == seeds
+    assert own["beyond"] <= limit
 
 
 @pytest.mark.timeout(300)

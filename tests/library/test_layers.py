@@ -62,7 +62,7 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "mixing_manager": {"graph_manager", "old_names"},
         "mpi": {"transport", "devices"},
         "gossiper": {"compat"},
-        "optim": {"flat", "rounds", "schedule"},
+        "optim": {"flat", "rounds", "schedule", "warn"},
         "sparta": {"graph_manager", "compression"},
         "loop": {"state", "flat", "transport", "warn"},
         "rounds": {*_LOCKSTEP, "loop", "registry", "old_names"},
