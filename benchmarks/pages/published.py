@@ -118,13 +118,14 @@ def reproduction_page() -> str:
     """Return the page."""
     rows = measured()
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in (YES, IN_PART, NO, OTHER_SCALE)}
+    are = "is" if counts[OTHER_SCALE] == 1 else "are"
     return (
         "\n\n".join(
             [
                 f"# {TITLE}",
                 "<!-- Written by `python -m benchmarks.pages` from benchmarks/results/: change that, not this. -->",
                 f"**Of {len(rows)} published results {counts[YES]} were reproduced, {counts[IN_PART]} in part, "
-                f"{counts[NO]} were not, and {counts[OTHER_SCALE]} {'is' if counts[OTHER_SCALE] == 1 else 'are'} not comparable at this scale.**",
+                f"{counts[NO]} were not, and {counts[OTHER_SCALE]} {are} not comparable at this scale.**",
                 INTRODUCTION.format(enough=100 * ENOUGH),
                 *(text for section in SECTIONS for text in _section(section, rows)),
                 "## What was not reproduced, and why",
