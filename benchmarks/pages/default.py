@@ -121,8 +121,8 @@ DEFAULT: Mapping[str, Page] = {
         "Language: gossip beside all-reduce, 8 to 64 workers",
         "language.csv",
         """\
-**Local SGD with mixed first moments and an average in every second step ends nearest to all-reduce: in nats above it,
-it ends at {language.local2_mixed_8} with 8 workers, {language.local2_mixed_16} with 16 and, of one seed,
+**Local SGD with mixed first moments and an average in every second step ends lowest of all gossip: in nats above
+all-reduce, it ends at {language.local2_mixed_8} with 8 workers, {language.local2_mixed_16} with 16 and, of one seed,
 {language.local2_mixed_32} with 32 and {language.local2_mixed_64} with 64**, by
 [`GossipAdamW`][gossip_modules.GossipAdamW] and
 [`MixedMomentum`][gossip_modules.MixedMomentum]. SGP with mixed moments ends {language.mixed_8} above with 8 workers and

@@ -149,12 +149,11 @@ class GossipAdamW(StepOptimizer):
 
     def _noise_share(self, x: list[Tensor], t: int, b1: float, b2: float) -> float | Tensor:
         """K', one for all of these parameters; of stacked parameters one for each row, float64 [n]."""
-        states = [self.state[each] for each in x]
         if self.sources is None:
-            if PROBE in states[0]:
-                self._forget_probes(states)
+            if PROBE in self.state[x[0]]:
+                self._forget_probes(x)
             return noise_share(t, b1, b2)
-        sources = self.sources()
+        sources, states = self.sources(), [self.state[each] for each in x]
         for each, state in zip(x, states, strict=True):
             if PROBE not in state:
                 state.update(_probe_after(t - 1, b1, b2, each, sources))
@@ -170,16 +169,17 @@ class GossipAdamW(StepOptimizer):
             state[SHARE] = b2 * state[SHARE] + (1 - b2) * k_t
         return sum(state[SHARE] for state in states) / len(states) / (1 - b2**t)
 
-    def _forget_probes(self, states: list[dict[str, Any]]) -> None:
+    def _forget_probes(self, x: list[Tensor]) -> None:
+        """Drop p and K of these parameters, which nothing updates any more, and warn."""
         warnings.warn(
             "GossipAdamW: got a state of mixed moments in an optimizer that no MixedMomentum knows, expected "
             "momentum.of(optimizer), also after a copy of model and optimizer; it takes the moments for those of this "
             "rank alone",
             stacklevel=levels_to_user(),
         )
-        for state in states:
-            state.pop(PROBE, None)
-            state.pop(SHARE, None)
+        for each in x:
+            self.state[each].pop(PROBE, None)
+            self.state[each].pop(SHARE, None)
 
     def _step(self, x: list[Tensor], t: int, group: dict[str, Any], kept: float | Tensor) -> None:
         """The update, for parameters with equally many steps and the share K' of the noise."""

@@ -55,8 +55,8 @@ class MixedMomentum(MixedBuffers):
             parameter that is trained.
 
     Raises:
-        ValueError: the module has one already, has nothing to train, or is sharded over processes; (first training
-            forward of the wrapper) `of` was not called.
+        ValueError: the module has one already, has nothing to train, is sharded over processes, or has a parameter
+            whose name no buffer here can have; (first training forward of the wrapper) `of` was not called.
 
     Example:
         >>> momentum = MixedMomentum(module)  # before the wrapper

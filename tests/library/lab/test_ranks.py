@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import GossipDataParallel, GroupAverageDataParallel, MixedMomentum
+from gossip_modules import GroupAverageDataParallel, MixedMomentum
 from gossip_modules.extend import Memory, Mix, Round, Vectors
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
@@ -72,7 +72,13 @@ class Trained(NamedTuple):
 
 
 def by_ranks(
-    found: Chosen, own: LabTask, start: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, **options: Any
+    found: Chosen,
+    own: LabTask,
+    start: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    num_ranks: int = N,
+    **options: Any,
 ) -> Trained:
     """Train ranks in threads by the method, with these options of the wrapper."""
     this = threading.local()
@@ -87,7 +93,7 @@ def by_ranks(
         this.group = group
         module = own.model()
         module.load_state_dict(start)
-        context = Context(group.rank(), N, seed=0, timeout=timedelta(minutes=1))
+        context = Context(group.rank(), num_ranks, seed=0, timeout=timedelta(minutes=1))
         model: Any = found.method.wrap(module, found, WrapperOptions(), context)
         assert own.optimizer is not None
         optimizer = own.optimizer(list(model.parameters()))
@@ -106,8 +112,8 @@ def by_ranks(
         none = torch.empty(0, dtype=torch.float64)
         return torch.cat([p.detach().flatten() for p in module.parameters()]), torch.cat([none, *moments]), sent
 
-    x, moments, sent = zip(*run_ranks(N, body), strict=True)
-    return Trained(torch.stack(x), torch.stack(moments), sum(sent) / N)
+    x, moments, sent = zip(*run_ranks(num_ranks, body), strict=True)
+    return Trained(torch.stack(x), torch.stack(moments), sum(sent) / num_ranks)
 
 
 def momenta_of(module: nn.Module) -> list[MixedMomentum]:
@@ -161,28 +167,14 @@ class Weighted(Algorithm):
         yield Mix(v.x)
 
 
-def test_an_algorithm_has_its_own_weights_as_by_ranks() -> None:
-    own, n = task(0.0), 4  # whose default graph is no ring
-    training = LabTraining(LabPlan.of(Weighted()), Setting(n, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
-    begin = {n.removeprefix("model."): p.detach().clone() for n, p in training.models.module.named_parameters()}
+def test_an_algorithm_has_its_own_weights_as_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, plan, n = task(0.0), LabPlan.of(Weighted()), 4  # whose default graph is no ring
+    training = LabTraining(plan, Setting(n, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
+    begin = {name.removeprefix("model."): p.detach().clone() for name, p in training.models.module.named_parameters()}
     for _ in training.run(STEPS):
         pass
-
-    def body(group: dist.ProcessGroup) -> Tensor:
-        module = own.model()
-        module.load_state_dict(begin)
-        model = GossipDataParallel(module, process_group=group, algorithm=Weighted())
-        assert own.optimizer is not None
-        optimizer = own.optimizer(list(model.parameters()))
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            own.loss(model, own.batch(group.rank(), step, 0)).backward()
-            optimizer.step()
-        model(own.batch(group.rank(), STEPS, 0))
-        model.close()
-        return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-    torch.testing.assert_close(training.settle(), torch.stack(run_ranks(n, body)), rtol=0, atol=1e-9)
+    found = by_ranks(plan.chosen, own, begin, monkeypatch, num_ranks=n)
+    torch.testing.assert_close(training.settle(), found.x, rtol=0, atol=1e-9)
 
 
 # Mixed moments.
