@@ -84,7 +84,7 @@ def _default(parameter: inspect.Parameter) -> str:
     """The default of a parameter; dots for one that is a function or is made anew for each call."""
     if parameter.default is parameter.empty:
         return ""
-    text = repr(parameter.default)
+    text = repr(parameter.default).removeprefix("datetime.")
     return " = ..." if text.startswith("<") else f" = {text}"
 
 

@@ -19,6 +19,7 @@ from ..state import transient
 from ..transport.base import Pending, Transport
 from ..transport.exchange import Messages
 from ..worlds.world import ALONE, ModelWorld
+from .deltas import Deltas
 from .mixer import Mixer
 
 _MAX_PREPARED = 64  # sets of peers
@@ -45,6 +46,8 @@ class PushPull(Mixer):
     Args:
         wire_dtype: torch.bfloat16 or torch.float16, for wider segments; None: models are sent unrounded. Takes one
             narrow copy of the model. float16 saturates at 65,504.
+        deltas: whether a link carries the changes of the rounded numbers since its last message, for equal results
+            with fewer bytes. Needs `wire_dtype`; takes a narrow copy for each peer, see [Note: deltas] of `Deltas`.
         chunk_bytes: the largest size of a chunk, a multiple of 256; equal on all ranks.
 
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
@@ -63,15 +66,22 @@ class PushPull(Mixer):
     received: Sequence[FlatVector] = ()  # the messages of the in-peers, in the order of the in-peers
 
     @takes_old_arguments()
-    def __init__(self, *, wire_dtype: torch.dtype | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, *, wire_dtype: torch.dtype | None = None, deltas: bool = False, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16; None does not round"
             )
+        if deltas and wire_dtype is None:
+            raise ValueError(
+                'got deltas=True without a dtype of 16 bits (wire_dtype=None, or "auto", which is chosen later), '
+                "expected one: nearly all float32 numbers change in every step; pass wire_dtype=torch.bfloat16 too"
+            )
         check_chunk_bytes(chunk_bytes)
-        self.wire_dtype = wire_dtype
+        self.wire_dtype, self.deltas = wire_dtype, deltas
         self.chunk_bytes = chunk_bytes
-        self._inbox: list[FlatVector] = []
+        self._inbox: dict[int, FlatVector] = {}  # by the index of the in-peer in its round, with deltas by its rank
         self._sent: FlatVector | None = None
         self._pending: Pending | None = None
 
@@ -80,12 +90,14 @@ class PushPull(Mixer):
         super().bind(mixing, transport)
         self._row = Neighbours(mixing, transport, sends_shares=self.sends_shares)
         self._sends_weight = self.is_weighted
+        self._network = Deltas(transport, name=str(self)) if self.deltas else transport
+        self._inbox = {}
         self._cut()
 
     def narrow(self, wire_dtype: torch.dtype) -> None:
         """Round messages to `wire_dtype` from the next round on. Call it on all ranks, without a round in flight."""
         self.wire_dtype = wire_dtype
-        self._inbox = []
+        self._inbox = {}
         self._cut()
 
     def _cut(self) -> None:
@@ -145,7 +157,7 @@ class PushPull(Mixer):
         if fill is not None and not (sends or recvs):  # no exchange would call `fill`
             for k in range(len(self.chunks(s))):
                 fill(k)
-        self._pending = self.transport.exchange(sends, recvs, tag=t, fill=fill)
+        self._pending = self._network.exchange(sends, recvs, tag=t, fill=fill)
 
     def _prepare(self, sent: FlatVector) -> Prepared:
         """Return the messages of this round; made once for each set of peers, as long as the same vector is sent.
@@ -162,11 +174,12 @@ class PushPull(Mixer):
             return found
         if len(prepared) == _MAX_PREPARED:
             prepared.clear()
-        if self._inbox and (self._inbox[0].layout != sent.layout or self._inbox[0].raw.device != sent.raw.device):
+        if any(v.layout != sent.layout or v.raw.device != sent.raw.device for v in self._inbox.values()):
             self._inbox.clear()
-        while len(self._inbox) < len(in_peers):
-            self._inbox.append(sent.like())
-        received = tuple(self._inbox[: len(in_peers)])
+        for key in (keys := in_peers if self.deltas else range(len(in_peers))):
+            if key not in self._inbox:
+                self._inbox[key] = sent.like()
+        received = tuple(map(self._inbox.__getitem__, keys))
         message, *inbox = [self._pieces(v, is_one=sent.message is not None) for v in (sent, *received)]
         sends, recvs = dict.fromkeys(out_peers, message), dict(zip(in_peers, inbox, strict=True))
         found = prepared[peers] = Prepared(Messages(sends), Messages(recvs), received)
@@ -353,6 +366,7 @@ class PushPull(Mixer):
 
     def __repr__(self) -> str:
         wire = [] if self.wire_dtype is None else [f"wire_dtype={self.wire_dtype}"]
+        wire += ["deltas=True"] if self.deltas else []
         chunks = [] if self.chunk_bytes == CHUNK_BYTES else [f"chunk_bytes={self.chunk_bytes}"]
         return f"{type(self).__name__}({', '.join(wire + chunks)})"
 

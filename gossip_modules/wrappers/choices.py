@@ -173,7 +173,7 @@ class Choices:
     """The choices of the user of a lockstep wrapper: peers, weights, algorithm, and the steps with a round.
 
     Args:
-        graph, mixing, push_sum, algorithm, wire_dtype, schedule: see `GossipDataParallel`.
+        graph, mixing, push_sum, algorithm, wire_dtype, schedule, deltas: see `GossipDataParallel`.
     """
 
     graph: GraphLike | None = None
@@ -182,6 +182,7 @@ class Choices:
     algorithm: Chosen = None
     wire_dtype: torch.dtype | None = None
     schedule: Schedule = field(default_factory=Schedule)
+    deltas: bool = False
 
     def check_auto(self, wire_limit: torch.dtype | None, *, has_membership: bool) -> None:
         """Raise ValueError where ranks cannot choose overlap by themselves.
@@ -207,7 +208,7 @@ class Choices:
 
     def check(self, *, overlap: bool | str, init_sync: bool, nprocs_per_node: int, is_sharded: bool = False) -> None:
         """Raise ValueError where arguments of the wrapper do not fit each other."""
-        check_flags(push_sum=self.push_sum)
+        check_flags(push_sum=self.push_sum, deltas=self.deltas)
         if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
             raise ValueError(
                 f"got wire_dtype={self.wire_dtype!r}, expected a torch.dtype; pass torch.bfloat16, torch.float16 or "
@@ -264,7 +265,8 @@ class Choices:
         """The mixer that runs the rounds; not bound yet.
 
         Raises:
-            ValueError: a dtype of the wire beside an algorithm that has messages of its own.
+            ValueError: a dtype of the wire beside an algorithm that has messages of its own, or deltas beside another
+                algorithm than plain gossip.
         """
         innermost = self._parts[-1] if self._parts else self.algorithm
         takes_wire_dtype = innermost is None or (isinstance(innermost, Algorithm) and innermost.takes_wire_dtype)
@@ -273,10 +275,21 @@ class Choices:
                 f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: the algorithm makes its own "
                 "messages, and no wire rounds these; leave wire_dtype out. PushPull has its own argument wire_dtype"
             )
+        if self.deltas and isinstance(self.algorithm, PushPull):
+            raise ValueError(
+                f"got deltas=True beside {self.algorithm}, expected one of them; pass both arguments to "
+                f"{type(self.algorithm).__name__}, which has them too"
+            )
         if isinstance(self.algorithm, PushPull):
             return self.algorithm
-        plain = (PushSum if self._sends_weights else PushPull)(wire_dtype=self.wire_dtype)
-        return plain if self.algorithm is None else mixer_of(self.algorithm, plain)
+        plain = (PushSum if self._sends_weights else PushPull)(wire_dtype=self.wire_dtype, deltas=self.deltas)
+        mixer = plain if self.algorithm is None else mixer_of(self.algorithm, plain)
+        if self.deltas and mixer is not plain:
+            raise ValueError(
+                f"got deltas=True with {self.algorithm}, expected plain gossip, which sends whole models: SGP, Overlap "
+                "SGP, D-PSGD or MATCHA; leave deltas out, or take a compressor for outer methods"
+            )
+        return mixer
 
     def weights(self, world_size: int) -> MixingManager:
         """The weights for so many ranks; the algorithm says them where the user names neither graph nor weights."""

@@ -98,6 +98,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
             "auto", with overlap="auto": ranks choose bfloat16 if the bytes of a round take longer than the rest of a
             step.
+        deltas: whether a link carries what has changed of the rounded numbers since its last message. Results are
+            equal, bit by bit. For plain gossip with `wire_dtype`; each link keeps its last message, see `Deltas`.
         schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step.
         process_group: a group without other traffic; None = a new one over all ranks.
         device_mesh: in place of `process_group`, the dimension of a mesh for gossip between replicas, such as
@@ -160,6 +162,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         max_staleness: int = 0,
         algorithm: AlgorithmLike = None,
         wire_dtype: torch.dtype | str | None = None,
+        deltas: bool = False,
         schedule: Schedule | int = 1,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: dist.DeviceMesh | None = None,
@@ -182,7 +185,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         Joinable.__init__(self)
         self._overlap, self._max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         self._wire_limit, wire = wire_limit(wire_dtype, overlap)
-        chosen = Choices(graph, mixing, push_sum, as_algorithm(algorithm), wire, as_schedule(schedule))
+        chosen = Choices(graph, mixing, push_sum, as_algorithm(algorithm), wire, as_schedule(schedule), deltas)
         self._needs_tokens = rounds == "step" and getattr(chosen.algorithm, "counts_tokens", False)
         self._has_counted = False  # the tokens of the present step
         if overlap == "auto":
@@ -232,6 +235,12 @@ class GossipDataParallel(GossipWrapper, Joinable):
             raise ValueError(
                 f"got nprocs_per_node={g} with a module that is sharded over processes, expected 1: the processes that "
                 "hold its shards are one worker; leave nprocs_per_node out"
+            )
+        if is_sharded and chosen.deltas:
+            raise ValueError(
+                "got deltas=True with a membership and a module that is sharded over processes, expected one of them: "
+                "these processes vote on lost peers once a round, and a message with many changes has two exchanges; "
+                "leave deltas out"
             )
         # One process gossips for a node.
         chosen.check(overlap=self._overlap, init_sync=init_sync, nprocs_per_node=1, is_sharded=is_sharded)

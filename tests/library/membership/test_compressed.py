@@ -133,6 +133,7 @@ CASES = [
     ("Moniqua", between, True),
     ("Sparta", posted, True),
     ("bfloat16", posted, False),
+    ("bfloat16 deltas", posted, True),
 ]
 
 
@@ -140,7 +141,7 @@ CASES = [
 def test_four_three_four_workers_keep_their_mean_and_come_to_agree(
     name: str, die: Callable[[Worker, int], None], late: bool
 ) -> None:
-    make = ALGORITHMS.get(name, lambda: PushPull(wire_dtype=torch.bfloat16))
+    make = ALGORITHMS.get(name, lambda: PushPull(wire_dtype=torch.bfloat16, deltas="deltas" in name))
     workers = run_gossip(four_three_four(die, late=late), make, SMALL)
     survivors, all_four = [workers[k] for k in (0, 2, 3)], [workers[k] for k in (0, 2, 3, 4)]
     for group, first, last in ((survivors, 3, 8), (all_four, 9, 30)):
