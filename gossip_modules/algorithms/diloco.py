@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..compression.compressor import Compressor
 from ..registry import Paper
 from ..rounds import SGD, Average, MakeOptimizer, Memory, Round, Vector, Vectors, described_with, is_number, step
-from .error_feedback import compressed_average
+from .error_feedback import COLLECTIVES, compressed_average
 from .late_steps import decide, keeps_steps
 from .outer_method import OuterMethod
 from .rda import RDA
@@ -48,6 +48,10 @@ class DiLoCo(OuterMethod):
     send at least about half of a drift at once. `QSGD(4, bucket_size=32, unbiased=True)` does. `QSGD(4)`, which sends a
     quarter, and codes of only the largest entries make quadratic problems diverge. Such codes need less momentum, or
     none, as in `SparseLoCo`.
+
+    A rank sends q_i to all n - 1 others. With collective="all_reduce" it sends about 2 q_i for each n: every rank
+    averages one n-th of the q_j, and sends the code of this mean to all. e_i keeps what both codes leave out; see
+    [Note: Coded averages] of `CodedAverage`.
 
     If ranks train on different amounts of data, `weighted_by` weighs their drifts, with T_i the tokens that rank i has
     counted by `GossipDataParallel.count_tokens` since its last outer step, and s_i the number of its calls, one for
@@ -89,6 +93,8 @@ class DiLoCo(OuterMethod):
         compressor: C, a contraction, equal on all ranks. It takes one more copy of the model for e. None: drifts are
             sent uncompressed.
         error_decay: r, the share of the unsent rest e that is kept for the next outer step; 0 <= r <= 1.
+        collective: "all_gather" or "all_reduce", with a compressor; the latter sends fewer bytes with three ranks or
+            more. Not over a mailbox.
         weighted_by: "tokens", "num_tokens" or "num_steps"; None: all ranks have equal weights.
         merge: `RDA()`, in place of the mean of drifts; without a compressor. None: the mean.
         arrival: see [Note: Late arrival] of `Periodic`; or "adaptive", without a compressor.
@@ -110,6 +116,7 @@ class DiLoCo(OuterMethod):
     optimizer: MakeOptimizer | None = field(default=None, repr=False)
     compressor: Compressor | None = None
     error_decay: float = 1.0
+    collective: str = "all_gather"
     weighted_by: WeightedBy | None = None
     merge: RDA | None = None
 
@@ -127,6 +134,12 @@ class DiLoCo(OuterMethod):
         self._check_optimizer(self.optimizer)
         if self.compressor is not None:
             self._check_error_feedback(self.compressor, error_decay=self.error_decay)
+        elif self.collective != DiLoCo.collective:
+            raise ValueError(
+                f"{type(self).__name__}: got collective={self.collective!r} without a compressor, expected one with "
+                "it, since exact drifts are averaged by an all-reduce always; leave collective out, or pass for "
+                "example compressor=Cast(torch.bfloat16)"
+            )
         elif not is_number(self.error_decay) or self.error_decay != DiLoCo.error_decay:
             raise ValueError(
                 f"{type(self).__name__}: got error_decay={self.error_decay!r} without a compressor, expected one with "
@@ -134,6 +147,11 @@ class DiLoCo(OuterMethod):
                 "compressor=QSGD(4, bucket_size=32, unbiased=True)"
             )
 
+        if self.collective not in COLLECTIVES:
+            raise ValueError(
+                f"{type(self).__name__}: got collective={self.collective!r}, expected one of "
+                f"{', '.join(map(repr, COLLECTIVES))}; 'all_reduce' sends fewer bytes with three ranks or more"
+            )
         if self.weighted_by is not None and self.weighted_by not in WEIGHTS:
             raise ValueError(
                 f"{type(self).__name__}: got weighted_by={self.weighted_by!r}, expected one of "
@@ -232,7 +250,7 @@ class DiLoCo(OuterMethod):
         if self.compressor is None:
             yield from self._exact_average(v, m, drift, weight)
         else:
-            yield from compressed_average(v, m, drift, self.compressor, self.error_decay, weight=weight)
+            yield from compressed_average(v, m, drift, self.compressor, self.error_decay, weight=weight, collective=self.collective)
         if count is not None:
             count.take_from(m)
 

@@ -51,6 +51,7 @@ class EagerDiLoCo(DiLoCo):
     delay: int | str = field(default=0, init=False, repr=False)
     own_weight: float | None = field(default=None, init=False, repr=False)
     arrival: str = field(default="blend", init=False, repr=False)
+    collective: str = field(default="all_gather", init=False, repr=False)
     weighted_by: WeightedBy | None = field(default=None, init=False, repr=False)
     merge: RDA | None = field(default=None, init=False, repr=False)
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from ..compression.compressor import Compressor
-from ..rounds import Gather, Memory, Round, Vector, Vectors
+from ..rounds import Average, Gather, Memory, Round, Vector, Vectors
 from .token_weights import total_weight
+
+COLLECTIVES = ("all_gather", "all_reduce")
+"""The ways to average codes: whole messages of all ranks, or runs of them in two phases."""
 
 
 def compressed_average(
-    v: Vectors, m: Memory, x: Vector, code: Compressor, decay: float, *, weight: float | None = None
+    v: Vectors,
+    m: Memory,
+    x: Vector,
+    code: Compressor,
+    decay: float,
+    *,
+    weight: float | None = None,
+    collective: str = "all_gather",
 ) -> Round:
     """x <- 1/n sum_j q_j with q_i = C(decay e_i + x_i), and e_i <- decay e_i + x_i - q_i.
 
@@ -17,8 +27,21 @@ def compressed_average(
     Every rank receives the messages of all ranks and adds them up in the order of the ranks, so all ranks have the same
     mean, bit for bit. A rank sends its message n - 1 times, while an average sends the vector almost twice. So messages
     save bytes if they are smaller than 2 / n of the vector.
+
+    With collective="all_reduce" a rank sends the bytes of its message almost twice: see [Note: Coded averages] of
+    `CodedAverage`. The mean is coded again, and e has the entries that both codes leave out. With a weight, e and q are
+    multiples of it: q_i = C(decay e_i + w_i x_i), and x <- sum_j q_j / sum_j w_j.
     """
     error = m.vector("error", join="zero")  # the entries that the messages of this rank have left out so far
+    if collective == "all_reduce":
+        rest = m.scratch("rest")
+        if weight is not None:
+            x.mul_(weight)
+        numbers = yield Average(x.add_(error, alpha=decay), () if weight is None else (weight,), code, rest)
+        error.set_(rest)
+        if weight is not None:
+            x.mul_(len(numbers) / total_weight(numbers))
+        return
     q = v.encode(code, x.add_(error, alpha=decay))
     received = yield Gather(q, () if weight is None else (weight,))
     shares = None if weight is None else received.numbers[:, 0] / total_weight(received.numbers)

@@ -357,8 +357,12 @@ class PlanRun:
         if outer.averages_exactly and vars(sender).get("compressor") is not None:
             others = self.num_ranks - 1  # each worker adds up the messages of all by itself
             coding = message.encode_seconds + others * message.decode_seconds
-            seconds = coding + self.links.gather_seconds(message.num_bytes)
-            average = MessageCost(others * message.num_bytes, seconds)
+            seconds, sent = coding + self.links.gather_seconds(message.num_bytes), others * message.num_bytes
+            if vars(sender).get("collective") == "all_reduce":
+                run, encode, decode = message.num_bytes / self.num_ranks, message.encode_seconds, message.decode_seconds
+                seconds = (1 + 1 / self.num_ranks) * encode + 3 * decode + 2 * self.links.gather_seconds(run)
+                sent = 2 * others * run
+            average = MessageCost(sent, seconds)
         else:
             sent = size + buffers
             average = MessageCost(2 * (1 - 1 / self.num_ranks) * sent, self.links.all_reduce_seconds(sent))

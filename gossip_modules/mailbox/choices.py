@@ -70,6 +70,11 @@ class MailChoices:
                 "who is in a round changes from round to round; take DiLoCo, MuLoCo, IsoLoCo, SparseLoCo, SlowMo, "
                 "LocalSGD, NoLoCo, GASLoC, or gossip with schedule=H"
             )
+        if getattr(outer, "collective", "all_gather") != "all_gather":
+            raise ValueError(
+                f"got {algorithm} over a mailbox, expected collective='all_gather': a round over a mailbox has one "
+                "message of each worker, and a mean in two phases would need two; leave collective out"
+            )
         if getattr(outer, "delay", 0) == "auto":
             raise ValueError(
                 f"got {algorithm} over a mailbox, expected a number of steps as delay: workers measure no round "

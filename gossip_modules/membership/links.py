@@ -259,6 +259,11 @@ class LinkTransport(PointToPoint):
         with self._collective() as whole:
             whole.broadcast(x, source=source, what=what)
 
+    def all_to_all(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+        with self._collective() as whole:
+            whole.all_to_all(out, x, what=what)
+
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
         with self._collective() as whole:

@@ -158,6 +158,22 @@ class MpiProcessGroup(dist.ProcessGroup):
     # Its name in older versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]
 
+    def all_to_all_single(
+        self, output: Tensor, x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any = None
+    ) -> MpiWork:
+        """output <- run `rank` of x of every rank, in rank order; runs are equally long."""
+        if output_split_sizes or input_split_sizes or output.shape != x.shape or x.numel() % self.size():
+            raise ValueError(
+                f"got {list(x.shape)} and {list(output.shape)} with the sizes {input_split_sizes} and "
+                f"{output_split_sizes}, expected equal shapes of a multiple of {self.size()} elements, and no sizes"
+            )
+        message, received = self._message(x), self._message(output)
+        request = self._comm.Ialltoall(buffer_of(message), buffer_of(received))
+        return self._collective(request, "all-to-all", opts, [(output, received)], buffers=[message])
+
+    # Its name in older versions of torch.
+    alltoall_base = all_to_all_single
+
     def gather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any
     ) -> MpiWork:

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compression.compressor import Compressor
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
 from ..state import Restart, State, branch, leaf
 from ..transport.agreement import rows_of_all
 from ..transport.base import Transport
-from ..worlds.all_or_none import MayBeLost
+from ..transport.deadline import Deadline
+from ..worlds.all_or_none import MayBeLost, all_or_none
 from ..worlds.world import ALONE, ModelWorld
 from .algorithm import Algorithm
+from .coded_average import CodedAverage
 from .memory import Memory
 from .message_rounds import MessageCheck, MessageRounds
 from .messages import Message, Received
@@ -42,7 +45,7 @@ from .requests import (
 )
 from .saved_round import can_be_saved, reopen, saved_round
 from .stamps import Stamps
-from .vector import SentVector, Vector
+from .vector import SentVector, Vector, wide
 
 
 class Driver(State):
@@ -416,6 +419,10 @@ class Driver(State):
         match request:
             case Mix(x):
                 self._mix(x, v, self.plain)
+            case Average(x, numbers, Compressor() as code, Vector() as rest):
+                everyone = self._gather_numbers(numbers)
+                self._average_codes(x, rest, code, v)
+                return everyone
             case Average(x, numbers):
                 everyone = self._gather_numbers(numbers)
                 self.averager.restores = x is v.x
@@ -477,6 +484,22 @@ class Driver(State):
             self.own_buffer_weight *= 1 / self.transport.world_size
             self._set_weight(v)
             return received
+        raise RoundLost
+
+    def _average_codes(self, x: Vector, rest: Vector, code: Compressor, v: Vectors) -> None:
+        """Answer `Average` with a code; the buffers are averaged exactly, and change on all ranks or on none."""
+        transport, what = self.transport, f"the coded average in round {v.t}"
+        means = [b.to(wide(b.dtype), copy=True) for b in self._buffers]
+        with MayBeLost(transport), transport.within(Deadline(transport.timeout)):
+            with all_or_none(transport, what=what):
+                CodedAverage(transport).run(x, rest, code, v.t)
+                for mean in means:
+                    transport.all_reduce(mean, what=f"the buffers of {what}")
+            for own, mean in zip(self._buffers, means, strict=True):
+                own.copy_(mean.div_(transport.world_size))
+            self.own_buffer_weight *= 1 / transport.world_size
+            self._set_weight(v)
+            return
         raise RoundLost
 
     def _gather_numbers(self, numbers: Sequence[float]) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..compression.compressor import Compressor
 from ..mixing_manager.base import MixingManager
 from .messages import Code, Message, Received
 from .vector import Vector
@@ -33,9 +34,15 @@ class Average:
 
     The reply is the `numbers` of all ranks, float64 [n, k] in host memory; None without numbers.
 
+    With a code C, ranks send C of runs of x in place of x, and the mean of the codes: see
+    [Note: Coded averages] of `CodedAverage`. x is then equal on all ranks, and the mean of x + rest over the ranks is
+    the mean of x before.
+
     Args:
-        x: `v.x`, or a vector of `m.scratch`.
+        x: `v.x`, or a vector of `m.scratch`; with a code only the latter.
         numbers: k numbers of this rank, for all ranks.
+        code: C, a compressor, equal on all ranks; None: x is sent exactly.
+        rest: with a code, another vector of `m.scratch`; written: the part of x that the sent codes leave out.
 
     Raises:
         RoundLost: at the `yield`, if a worker died and the average failed.
@@ -43,6 +50,8 @@ class Average:
 
     x: Vector
     numbers: Sequence[float] = ()
+    code: Compressor | None = None
+    rest: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Cast
+from ..compression.compressor import Cast, Compressor
 from ..flat.layout import FlatLayout, Segment, TensorSpec
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
 from ..schedule import Action, Schedule
 from ..state import Restart
 from .algorithm import Algorithm
+from .coded_average import coded_average
 from .flights import Flight, Flights
 from .memory import Memory
 from .periodic import Periodic
@@ -366,6 +367,9 @@ class Stacked:
     def _answer(self, requests: Sequence[Any], v: list[Vectors]) -> Sequence[Any]:
         """Return the replies to the requests of all generators, which are of one kind."""
         match requests[:1]:
+            case [Average(code=Compressor())]:
+                self._average_codes(requests)
+                return [self._numbers_of(requests) if requests[0].numbers else None] * len(requests)
             case [Mix() | Average()]:
                 self._answer_mix(requests, is_model=requests[0].x is v[0].x)
                 if isinstance(requests[0], Average) and requests[0].numbers:
@@ -410,6 +414,19 @@ class Stacked:
             for vector, row in zip(vectors, x.parts[0], strict=True):
                 vector.parts[0].copy_(row)
                 _mark(vector)
+
+    def _average_codes(self, requests: Sequence[Any]) -> None:
+        """Answer `Average` with a code."""
+        vectors = [(request.x.parts, request.rest.parts) for request in requests]
+        x, rest = vectors[0]
+        if not self.algorithm.takes_rows:
+            x, rest = ([torch.stack([parts[0] for parts in each])] for each in zip(*vectors, strict=True))
+        self.sent_bytes += coded_average(x, rest, requests[0].code, self.t)
+        if not self.algorithm.takes_rows:
+            for (own, left), *rows in zip(vectors, x[0], rest[0], strict=True):
+                own[0].copy_(rows[0])
+                left[0].copy_(rows[1])
+        self._answered.append(Answered(None))
 
     @property
     def rows(self) -> Rows:

@@ -107,6 +107,15 @@ class Transport(Protocol):
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """x <- x of rank `source`, in place; blocking. `what` names the operation in errors."""
 
+    def all_to_all(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """out <- run `rank` of x of every rank, in rank order; blocking. A run is one of world_size equal parts.
+
+        Args:
+            out: flat, as long as `x`; written.
+            x: flat; its length is a multiple of world_size.
+            what: names the operation in errors.
+        """
+
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """out <- x of every rank, in rank order; blocking.
 

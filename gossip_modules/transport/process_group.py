@@ -254,6 +254,16 @@ class ProcessGroupTransport(PointToPoint):
         self._num_collective_bytes += x.nbytes * (self.rank == source)
         Staging.copy_back([(x, message)])
 
+    def all_to_all(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+        received, message = self._on_wire(out, fill=False), self._on_wire(x)
+        options = dist.distributed_c10d.AllToAllOptions()
+        self._collective(
+            lambda options: self.group.alltoall_base(received, message, [], [], options), options, what, x.nbytes
+        )
+        self._num_collective_bytes += (self.world_size - 1) * x.nbytes // self.world_size
+        Staging.copy_back([(out, received)])
+
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
         gathered, message = self._on_wire(out, fill=False), self._on_wire(x)

@@ -45,6 +45,24 @@ def messages(outer: DiLoCo, e: Tensor, t: int) -> Tensor:
     return q
 
 
+def averaged(outer: DiLoCo, e: Tensor, t: int) -> Tensor:
+    """The mean of the messages of all ranks; e, float64 [NUM_RANKS, d], loses what they send."""
+    if outer.collective == "all_gather":
+        return messages(outer, e, t).mean(0)
+    assert outer.compressor is not None
+    n, d = NUM_RANKS, e.shape[1]
+    length = -(-d // (64 * n)) * 64
+    rows = torch.nn.functional.pad(e, (0, n * length - d)).view(n, n, length)  # rank, run, element
+    mean = torch.zeros(n, length, dtype=e.dtype)
+    for k in range(n):
+        q = torch.stack([meant(outer.compressor, row, 2 * t) for row in rows[:, k]])
+        mean[k] = meant(outer.compressor, q.mean(0), 2 * t + 1)
+        rows[:, k] -= q
+        rows[k, k] += n * (q.mean(0) - mean[k])
+    e.copy_(rows.view(n, -1)[:, :d])
+    return mean.view(-1)[:d]
+
+
 def law(outer: DiLoCo, num_steps: int = NUM_STEPS) -> list[Tensor]:
     """The models of all ranks after each step: the docstrings of DiLoCo and Streaming DiLoCo as a loop."""
     x = START.expand(NUM_RANKS, -1).clone()
@@ -54,7 +72,7 @@ def law(outer: DiLoCo, num_steps: int = NUM_STEPS) -> list[Tensor]:
         for p, piece in enumerate(torch.arange(D).chunk(outer.num_fragments)):
             if p in outer.starting_at(k):
                 own = outer.error_decay * e[:, piece] + phi[piece] - x[:, piece]
-                means[p, k + int(outer.delay)] = messages(outer, own, num_sent[p]).mean(0)
+                means[p, k + int(outer.delay)] = averaged(outer, own, num_sent[p])
                 e[:, piece] = own
                 num_sent[p] += 1
             if (p, k) in means:
@@ -91,8 +109,10 @@ def eager_law(outer: EagerDiLoCo) -> list[Tensor]:
         DiLoCo(3, lr=0.5, momentum=0.6, compressor=ChunkTopK(5, 50, values=TwoBit(8)), error_decay=0.8),
         StreamingDiLoCo(4, fragments=2, delay=2, compressor=FOUR_BITS),
         EagerDiLoCo(3, compressor=FOUR_BITS, error_decay=0.9),
+        DiLoCo(3, compressor=FOUR_BITS, collective="all_reduce"),
+        StreamingDiLoCo(4, fragments=2, delay=2, compressor=FOUR_BITS, collective="all_reduce"),
     ],
-    ids=["four-bits", "largest-entries", "late-fragments", "eager"],
+    ids=["four-bits", "largest-entries", "late-fragments", "eager", "all-reduced", "all-reduced-late-fragments"],
 )
 def test_compressed_drifts_are_their_law(outer: DiLoCo) -> None:
     found, num_bytes = train(outer)
@@ -103,8 +123,11 @@ def test_compressed_drifts_are_their_law(outer: DiLoCo) -> None:
         assert torch.equal(found[3], found[3][:1].expand(NUM_RANKS, -1))
     assert outer.compressor is not None
     num_outer_steps = sum(len(outer.starting_at(k)) for k in range(NUM_STEPS))
-    size = outer.compressor.num_bytes(D // outer.num_fragments, torch.float64)
-    assert num_bytes == num_outer_steps * (NUM_RANKS - 1) * -(-size // 8) * 8
+    d, times = D // outer.num_fragments, 1
+    if outer.collective == "all_reduce":
+        d, times = -(-d // (64 * NUM_RANKS)) * 64, 2
+    size = outer.compressor.num_bytes(d, torch.float64)
+    assert num_bytes == times * num_outer_steps * (NUM_RANKS - 1) * -(-size // 8) * 8
 
 
 def test_any_outer_optimizer_steps_on_the_received_messages() -> None:

@@ -290,6 +290,9 @@ class Scripted:
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
 
+    def all_to_all(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
 

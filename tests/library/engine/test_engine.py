@@ -76,6 +76,9 @@ class ScriptedTransport:
     def broadcast(self, x: Tensor, *, source: int, what: str) -> None:
         """See `Transport`."""
 
+    def all_to_all(self, out: Tensor, x: Tensor, *, what: str) -> None:
+        """See `Transport`."""
+
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
         """See `Transport`."""
 

@@ -1,0 +1,135 @@
+"""CodedAverage: an average over all ranks whose messages are codes, in two phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..compression.compressor import Compressor
+from ..flat.layout import align
+from ..transport.base import Transport
+from .vector import Vector, wide
+
+_GRAIN = 64  # elements; the length of a run is a multiple of it
+_ALIGNMENT = 8  # bytes, at which a message begins
+
+
+class CodedAverage:
+    """x <- A, the mean of x over all ranks up to a code, equal on all ranks; e <- the part of x that A leaves out.
+
+    [Note: Coded averages] x is cut into n equal runs, and rank k averages run k. With a code C:
+
+        q_i  <- C(x_i)                    # run by run; rank k gets run k of all ranks
+        M_k  <- 1/n  sum_j q_j            # run k only
+        A_k  <- C(M_k)                    # all ranks get all runs
+        e_i  <- x_i - q_i
+        e_k  <- e_k + n (M_k - A_k)       # run k of rank k only
+
+    So the mean of A + e_i is the mean of x_i, and a rank that adds e_i to its next vector loses nothing. A rank sends
+    2 (n - 1) / n times the bytes of C(x), as an all-reduce of x sends 2 (n - 1) / n times the bytes of x. Messages of
+    whole vectors to all other ranks (`Gather`) are sent n - 1 times.
+
+    Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated Compression",
+    ICML 2019, arXiv 1905.05957, compress twice, with one server. Tang et al., "1-bit Adam", ICML 2021, arXiv
+    2102.02888, Section 5, make each rank the server of a run. The error of the server is part of e_k here.
+
+    Args:
+        transport: the transport over the ranks.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def run(self, x: Vector, rest: Vector, code: Compressor, t: int) -> None:
+        """Average a vector; see `CodedAverage`. If it raises, x and rest are undefined.
+
+        Args:
+            x: the vector of this rank; becomes A.
+            rest: becomes e of this rank.
+            code: C, equal on all ranks.
+            t: the number of the round; random choices are a function of it.
+
+        Raises:
+            ConnectionError, TimeoutError: a rank is gone or late.
+        """
+        for part, left in zip(x.parts, rest.parts, strict=True):
+            if part.numel():
+                self._average(part, left, code, t)
+
+    def _average(self, x: Tensor, e: Tensor, code: Compressor, t: int) -> None:
+        transport, n = self.transport, self.transport.world_size
+        what, length = f"coded average in round {t}", run_length(x.numel(), n)
+        size = code.num_bytes(length, x.dtype)
+        sent, everyone = (x.new_zeros(n, align(size, _ALIGNMENT), dtype=torch.uint8) for _ in range(2))
+        e.copy_(x)
+        for run, rest, message in zip(runs(x, n), runs(e, n), sent[:, :size], strict=True):
+            code.compress(padded(run, length), message, t=2 * t)
+            _add(code, message, rest, length, alpha=-1.0)
+        transport.all_to_all(everyone.view(-1), sent.view(-1), what=what)
+        mean = x.new_zeros(length)
+        for message in everyone[:, :size]:
+            code.add_decompressed(message, mean, alpha=1 / n)
+        own = sent[0]
+        code.compress(mean, own[:size], t=2 * t + 1)
+        transport.all_gather(everyone.view(-1), own, what=what)
+        code.add_decompressed(own[:size], mean, alpha=-1.0)
+        rest = list(runs(e, n))[transport.rank]
+        rest.add_(mean[: len(rest)], alpha=n)
+        x.zero_()
+        for run, message in zip(runs(x, n), everyone[:, :size], strict=True):
+            _add(code, message, run, length, alpha=1.0)
+
+
+def coded_average(x: Sequence[Tensor], rest: Sequence[Tensor], code: Compressor, t: int) -> int:
+    """Do the same for the vectors of all ranks in one process; see [Note: rows] of `Stacked`.
+
+    Args:
+        x, rest: the parts of the vectors, [n, d] each; written.
+        code, t: see `CodedAverage.run`.
+
+    Returns:
+        The bytes that a rank sends.
+    """
+    sent_bytes = 0
+    for part, e in zip(x, rest, strict=True):
+        n, length = len(part), run_length(part.shape[1], len(part))
+        e.copy_(part)
+        for k, (run, left) in enumerate(zip(runs(part, n), runs(e, n), strict=True)):
+            size = run.shape[1]
+            q = code.decompressed(padded(run, length), t=2 * t)
+            mean = q.mean(0, keepdim=True)
+            average = code.decompressed(mean, t=2 * t + 1)
+            left.sub_(q[:, :size])
+            left[k].add_((mean - average)[0, :size], alpha=n)
+            run.copy_(average[:, :size].expand_as(run))
+        sent_bytes += 2 * (n - 1) * align(code.num_bytes(length, part.dtype), _ALIGNMENT)
+    return sent_bytes
+
+
+def run_length(numel: int, n: int) -> int:
+    """Return the length of a run of a vector, one for each of n ranks; the last ones may be shorter, or empty."""
+    return align(-(-numel // n), _GRAIN)
+
+
+def runs(x: Tensor, n: int) -> Iterator[Tensor]:
+    """Yield the n runs of a vector [..., d], as views."""
+    length = run_length(x.shape[-1], n)
+    for k in range(n):
+        yield x[..., k * length : (k + 1) * length]
+
+
+def padded(x: Tensor, length: int) -> Tensor:
+    """Return x, or a copy with zeros at its end if its last dimension is shorter than `length`."""
+    return x if x.shape[-1] == length else torch.nn.functional.pad(x, (0, length - x.shape[-1]))
+
+
+def _add(code: Compressor, message: Tensor, run: Tensor, length: int, *, alpha: float) -> None:
+    """run <- run + alpha C, for a message of a padded run."""
+    if len(run) == length:
+        code.add_decompressed(message, run, alpha=alpha)
+    elif len(run):
+        whole = torch.zeros(length, dtype=wide(run), device=run.device)
+        code.add_decompressed(message, whole, alpha=alpha)
+        run.add_(whole[: len(run)])
