@@ -250,7 +250,9 @@ class DiLoCo(OuterMethod):
         if self.compressor is None:
             yield from self._exact_average(v, m, drift, weight)
         else:
-            yield from compressed_average(v, m, drift, self.compressor, self.error_decay, weight=weight, collective=self.collective)
+            yield from compressed_average(
+                v, m, drift, self.compressor, self.error_decay, weight=weight, collective=self.collective
+            )
         if count is not None:
             count.take_from(m)
 

@@ -21,7 +21,7 @@ CHUNK_ALIGNMENT = 256  # bytes from the start of a segment; see [Note: chunks]
 
 
 class TensorSpec(NamedTuple):
-    """The shape of one tensor of a segment. A buffer is a statistic: no lossy code may touch it.
+    """The shape of one tensor of a segment. A buffer is a statistic, which no lossy code may touch, or it `takes_code`.
 
     The name makes layouts of different tensors with equal shapes differ, because memory of one must not be applied to
     the other. For a part of a tensor, `first` is its first element there, for the same reason.
@@ -31,18 +31,21 @@ class TensorSpec(NamedTuple):
     is_buffer: bool = False
     name: str = ""
     first: int = 0
+    takes_code: bool = False
 
     @classmethod
-    def of(cls, x: Tensor, *, is_buffer: bool = False, name: str = "") -> TensorSpec:
+    def of(cls, x: Tensor, *, is_buffer: bool = False, name: str = "", takes_code: bool = False) -> TensorSpec:
         """Return the spec of a tensor. A complex number counts as two: columns of a matrix, elements of a vector.
 
         Args:
             x: a tensor of any dtype and shape.
             is_buffer: whether it is a buffer of its module.
             name: its name in the module.
+            takes_code: whether it is a buffer that averages with a code send by the code.
         """
         pair = (2,) if x.is_complex() else ()
-        return cls((*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),), is_buffer, name)
+        shape = (*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),)
+        return cls(shape, is_buffer, name, takes_code=takes_code)
 
     @property
     def numel(self) -> int:
@@ -88,6 +91,16 @@ class Segment(NamedTuple):
         for spec in self.specs or (TensorSpec((self.numel,)),):
             yield first, spec
             first += spec.numel
+
+    def coded(self) -> list[tuple[int, int, bool]]:
+        """Return runs of elements [first, last) whose tensors all take a code, or all do not."""
+        found: list[tuple[int, int, bool]] = []
+        for first, spec in self.places():
+            if found and found[-1][2] == spec.takes_code:
+                found[-1] = (found[-1][0], first + spec.numel, spec.takes_code)
+            else:
+                found.append((first, first + spec.numel, spec.takes_code))
+        return found
 
     def cut(self, first: int, last: int) -> tuple[TensorSpec, ...]:
         """Return the tensors, or the parts of tensors, in elements [first, last)."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import TensorSpec
+from .selection import MixedBuffers
 from .sharded import Shard
 from .tables import buffers_of, parameters_of
 from .vector import FlatVector
@@ -60,7 +61,8 @@ class Slot(NamedTuple):
     @property
     def spec(self) -> TensorSpec:
         """The spec of the elements in this process. In any memory format, memory order is dim 0 by the rest."""
-        return TensorSpec.of(self.memory, is_buffer=not self.is_parameter, name=self.name)
+        takes_code = not self.is_parameter and isinstance(self.owner, MixedBuffers)
+        return TensorSpec.of(self.memory, is_buffer=not self.is_parameter, name=self.name, takes_code=takes_code)
 
     def signature(self) -> str:
         """Return name, shape, dtype, strides and shard as text: ranks with equal texts can exchange the tensor."""
@@ -94,9 +96,12 @@ def check_module(module: nn.Module) -> None:
 
 
 def in_order(slots: Iterable[Slot]) -> list[Slot]:
-    """Return the slots sorted: matrices by shape, vectors, buffers; equal ones keep the module's order."""
+    """Return the slots sorted: matrices by shape, vectors, buffers; equal ones keep the module's order.
 
-    def key(slot: Slot) -> tuple[bool, bool, bool, tuple[int, ...]]:
+    Buffers that take a code are behind the others.
+    """
+
+    def key(slot: Slot) -> tuple[bool, bool, bool, bool, tuple[int, ...]]:
         if nn.parameter.is_lazy(slot.tensor):
             raise ValueError(
                 f"got the uninitialised lazy parameter '{slot.name}', expected known shapes; "
@@ -104,7 +109,8 @@ def in_order(slots: Iterable[Slot]) -> list[Slot]:
             )
         spec = slot.spec
         # Complex first, since their addresses must be multiples of twice as many bytes.
-        return spec.is_buffer, not slot.tensor.is_complex(), not spec.is_matrix, spec.shape if spec.is_matrix else ()
+        shape = spec.shape if spec.is_matrix else ()
+        return spec.is_buffer, not slot.tensor.is_complex(), spec.takes_code, not spec.is_matrix, shape
 
     return sorted(slots, key=key)
 

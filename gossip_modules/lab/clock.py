@@ -379,7 +379,7 @@ class StepClock:
 
     def _exchanged(self, since: Array, exchanges: Exchanges) -> Array:
         """Return the time at which each worker has the result of all exchanges, if it takes part since then."""
-        for rows, _, has_buffers, _ in exchanges:
+        for rows, _, has_buffers, *_ in exchanges:
             if rows is None:
                 since = np.full(len(since), since.max() + self.average.encode_seconds)
                 self.sent_bytes += self.average.num_bytes

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..flat.selection import Selection, mixed_buffers
+from ..flat.selection import MixedBuffers, Selection, mixed_buffers
 from ..flat.slots import Slot, in_order
 from ..optim.mixed_momentum import MixedMomentum, buffer_name, keep_moments_in, probe_name
 from ..rounds.requests import SGDStep
@@ -198,6 +198,29 @@ class Models:
         """The bytes of the trained parameters of one worker."""
         return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
+    @functools.cached_property
+    def _coded(self) -> set[str]:
+        """The names of the buffers that take a code."""
+        parts = ((prefix, part) for prefix, part in self.module.named_modules() if isinstance(part, MixedBuffers))
+        return {f"{prefix}.{name}" for prefix, part in parts for name, _ in part.named_buffers(recurse=False)}
+
+    @property
+    def coded_share(self) -> float:
+        """The share of the bytes of the mixed buffers that takes a code."""
+        return sum(self.buffers[name][0].nbytes for name in self._coded) / (self.buffer_bytes or 1)
+
+    @functools.cached_property
+    def _mixed_together(self) -> list[tuple[list[str], bool]]:
+        """The names of the mixed buffers, those that take a code in one list for each dtype; and whether they do."""
+        groups: dict[torch.dtype, list[str]] = {}
+        for name in self.mixed:
+            if name in self._coded:
+                groups.setdefault(self.buffers[name].dtype, []).append(name)
+        return [
+            *(([name], False) for name in self.mixed if name not in self._coded),
+            *((g, True) for g in groups.values()),
+        ]
+
     @property
     def buffer_bytes(self) -> int:
         """The bytes of the mixed buffers of one worker."""
@@ -255,18 +278,20 @@ class Models:
         if len(workers) < 2 or not (exchanges or late):
             return
         chosen = torch.from_numpy(workers)
-        for name in self.mixed:
-            buffer = self.buffers[name]
-            own = buffer[chosen].flatten(1)
-            if name in late:
-                kept, rest = late[name]
+        for names, takes_code in self._mixed_together:
+            buffers = [self.buffers[name] for name in names]
+            own = torch.cat([buffer[chosen].flatten(1) for buffer in buffers], 1)
+            if names[0] in late:
+                kept, rest = late[names[0]]
                 own = kept * own + rest
             mixed, kept = own, own.new_ones((len(own), 1))
             for each in exchanges:
-                mixed, kept = each.mix_buffers(mixed, kept)
+                mixed, kept = each.mix_buffers(mixed, kept, takes_code=takes_code)
             if is_late and exchanges:
-                self._late[name], mixed = (kept, mixed - kept * own), own
-            buffer[chosen] = mixed.view(-1, *buffer.shape[1:])
+                self._late[names[0]], mixed = (kept, mixed - kept * own), own
+            parts = mixed.split([buffer[0].numel() for buffer in buffers], 1)
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer[chosen] = part.view(-1, *buffer.shape[1:])
 
     def step(self, z: Tensor, k: int, workers: Indices, *, averages: bool = False) -> None:
         """Take the optimizer step k of some workers.

@@ -16,8 +16,8 @@ from ..algorithms.moniqua import Moniqua
 from ..algorithms.outer_method import OuterMethod
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.relay_sgd import RelaySGD
-from ..compression.compressor import Cast
-from ..compression.quantizer import QSGD, SignNorm
+from ..compression.compressor import Cast, Compressor
+from ..compression.quantizer import QSGD, Absmax, SignNorm
 from ..compression.sparsifier import ChunkTopK, RandomK, TopK
 from ..extras import load, place_of
 from ..graph_manager import RingGraph, networkx_graph
@@ -32,6 +32,7 @@ from ..mixing_manager.graph_weights import default_mixing
 from ..mixing_manager.momentum_rates import MomentumRates
 from ..registry import METHODS, Method, name_of
 from ..rounds.algorithm import Algorithm
+from ..rounds.coded_average import sent_bytes
 from ..rounds.optimizer_watch import check_momentum
 from ..rounds.periodic import Periodic
 from ..rounds.rows import Indices, StackedMixing
@@ -56,6 +57,7 @@ CODE_PASSES: Mapping[type[Any], tuple[float, float]] = {
     Cast: (1.5, 2.5),
     SignNorm: (5.0, 3.5),
     QSGD: (10.5, 3.0),
+    Absmax: (3.5, 3.0),
     TopK: (6.0, 1.0),
     ChunkTopK: (16.5, 2.1),
     RandomK: (0.3, 0.8),
@@ -358,11 +360,9 @@ class PlanRun:
             others = self.num_ranks - 1  # each worker adds up the messages of all by itself
             coding = message.encode_seconds + others * message.decode_seconds
             seconds, sent = coding + self.links.gather_seconds(message.num_bytes), others * message.num_bytes
-            if vars(sender).get("collective") == "all_reduce":
-                run, encode, decode = message.num_bytes / self.num_ranks, message.encode_seconds, message.decode_seconds
-                seconds = (1 + 1 / self.num_ranks) * encode + 3 * decode + 2 * self.links.gather_seconds(run)
-                sent = 2 * others * run
             average = MessageCost(sent, seconds)
+            if vars(sender).get("collective") == "all_reduce":
+                average = self.coded_average(vars(sender)["compressor"], message, size, buffers)
         else:
             sent = size + buffers
             average = MessageCost(2 * (1 - 1 / self.num_ranks) * sent, self.links.all_reduce_seconds(sent))
@@ -376,6 +376,21 @@ class PlanRun:
         sizes = {"buffer_bytes": buffers, "model_bytes": size, "average": average}
         clock = late(self.setting.compute, self.links, message, **sizes)
         return Running(driver, clock, schedule)
+
+    def coded_average(self, code: Compressor, message: MessageCost, size: float, buffers: float) -> MessageCost:
+        """Return the cost of an average of codes in two phases.
+
+        Args:
+            code: the code.
+            message: the cost of coding a vector of the parameters.
+            size, buffers: the bytes of the parameters and of the buffers.
+        """
+        n, dtype = self.num_ranks, torch.float32 if self.setting.num_parameters else self.models.x.dtype
+        coded = buffers * self.models.coded_share
+        vectors = [int(part / dtype.itemsize) for part in (size, coded) if part]
+        sent = sum(sent_bytes(d, dtype, n, code) for d in vectors) + 2 * (1 - 1 / n) * (buffers - coded)
+        coding = ((1 + 1 / n) * message.encode_seconds + 3 * message.decode_seconds) * (size + coded) / size
+        return MessageCost(sent, coding + 2 * self.links.gather_seconds(sent / (2 * max(n - 1, 1))))
 
     def weights(self, algorithm: Algorithm) -> MixingManager | None:
         """Return W(t) on the graph of the plan, or the weights that the algorithm has; None: it only averages."""

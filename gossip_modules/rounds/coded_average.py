@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Compressor
-from ..flat.layout import align
+from ..flat.layout import FlatLayout, align
 from ..transport.base import Transport
 from .vector import Vector, wide
 
@@ -35,6 +35,10 @@ class CodedAverage:
     ICML 2019, arXiv 1905.05957, compress twice, with one server. Tang et al., "1-bit Adam", ICML 2021, arXiv
     2102.02888, Section 5, make each rank the server of a run. The error of the server is part of e_k here.
 
+    [Note: Coded moments] The moments of a `MixedMomentum` are averaged in the same way, without error feedback:
+    m_i <- m_i + A - q_i. What the code leaves out stays on its rank, and fades with the moment. Running statistics are
+    averaged exactly.
+
     Args:
         transport: the transport over the ranks.
     """
@@ -58,7 +62,29 @@ class CodedAverage:
             if part.numel():
                 self._average(part, left, code, t)
 
-    def _average(self, x: Tensor, e: Tensor, code: Compressor, t: int) -> None:
+    def run_on_buffers(self, buffers: Sequence[Tensor], layout: FlatLayout, code: Compressor, t: int) -> None:
+        """Average the buffers of a model; see [Note: Coded moments]. If it raises, the buffers are undefined.
+
+        Args:
+            buffers: the buffers of each segment that has some, float32 at least; mutated.
+            layout: the layout of the model.
+            code, t: see `run`.
+
+        Raises:
+            ConnectionError, TimeoutError: a rank is gone or late.
+        """
+        segments = [segment for segment in layout.where(is_buffer=True).segments if segment.numel]
+        for b, segment in zip(buffers, segments, strict=True):
+            for first, last, takes_code in segment.coded():
+                own = b[first:last]
+                if takes_code:
+                    own.add_(self._average(own, torch.empty_like(own), code, t, has_feedback=False))
+                else:
+                    self.transport.all_reduce(own, what=f"buffers in round {t}")
+                    own.div_(self.transport.world_size)
+
+    def _average(self, x: Tensor, e: Tensor, code: Compressor, t: int, *, has_feedback: bool = True) -> Tensor:
+        """x <- A, and e <- the part that is left out; returns e. Without feedback e has no share of the mean."""
         transport, n = self.transport, self.transport.world_size
         what, length = f"coded average in round {t}", run_length(x.numel(), n)
         size = code.num_bytes(length, x.dtype)
@@ -74,38 +100,40 @@ class CodedAverage:
         own = sent[0]
         code.compress(mean, own[:size], t=2 * t + 1)
         transport.all_gather(everyone.view(-1), own, what=what)
-        code.add_decompressed(own[:size], mean, alpha=-1.0)
-        rest = list(runs(e, n))[transport.rank]
-        rest.add_(mean[: len(rest)], alpha=n)
+        if has_feedback:
+            code.add_decompressed(own[:size], mean, alpha=-1.0)
+            rest = list(runs(e, n))[transport.rank]
+            rest.add_(mean[: len(rest)], alpha=n)
         x.zero_()
         for run, message in zip(runs(x, n), everyone[:, :size], strict=True):
             _add(code, message, run, length, alpha=1.0)
+        return e
 
 
-def coded_average(x: Sequence[Tensor], rest: Sequence[Tensor], code: Compressor, t: int) -> int:
+def coded_average(x: Tensor, e: Tensor, code: Compressor, t: int, *, has_feedback: bool = True) -> None:
     """Do the same for the vectors of all ranks in one process; see [Note: rows] of `Stacked`.
 
     Args:
-        x, rest: the parts of the vectors, [n, d] each; written.
+        x, e: the vectors, [n, d]; written.
         code, t: see `CodedAverage.run`.
-
-    Returns:
-        The bytes that a rank sends.
+        has_feedback: whether e has the share of the mean that its code leaves out.
     """
-    sent_bytes = 0
-    for part, e in zip(x, rest, strict=True):
-        n, length = len(part), run_length(part.shape[1], len(part))
-        e.copy_(part)
-        for k, (run, left) in enumerate(zip(runs(part, n), runs(e, n), strict=True)):
-            size = run.shape[1]
-            q = code.decompressed(padded(run, length), t=2 * t)
-            mean = q.mean(0, keepdim=True)
-            average = code.decompressed(mean, t=2 * t + 1)
-            left.sub_(q[:, :size])
+    n, length = len(x), run_length(x.shape[1], len(x))
+    e.copy_(x)
+    for k, (run, left) in enumerate(zip(runs(x, n), runs(e, n), strict=True)):
+        size = run.shape[1]
+        q = code.decompressed(padded(run, length), t=2 * t)
+        mean = q.mean(0, keepdim=True)
+        average = code.decompressed(mean, t=2 * t + 1)
+        left.sub_(q[:, :size])
+        if has_feedback:
             left[k].add_((mean - average)[0, :size], alpha=n)
-            run.copy_(average[:, :size].expand_as(run))
-        sent_bytes += 2 * (n - 1) * align(code.num_bytes(length, part.dtype), _ALIGNMENT)
-    return sent_bytes
+        run.copy_(average[:, :size].expand_as(run))
+
+
+def sent_bytes(d: int, dtype: torch.dtype, n: int, code: Compressor) -> int:
+    """Return the bytes that one of n ranks sends in a coded average of a vector of d elements."""
+    return 2 * (n - 1) * align(code.num_bytes(run_length(d, n), dtype), _ALIGNMENT)
 
 
 def run_length(numel: int, n: int) -> int:

@@ -487,16 +487,17 @@ class Driver(State):
         raise RoundLost
 
     def _average_codes(self, x: Vector, rest: Vector, code: Compressor, v: Vectors) -> None:
-        """Answer `Average` with a code; the buffers are averaged exactly, and change on all ranks or on none."""
+        """Answer `Average` with a code; the buffers change on all ranks or on none."""
         transport, what = self.transport, f"the coded average in round {v.t}"
         means = [b.to(wide(b.dtype), copy=True) for b in self._buffers]
         with MayBeLost(transport), transport.within(Deadline(transport.timeout)):
             with all_or_none(transport, what=what):
-                CodedAverage(transport).run(x, rest, code, v.t)
-                for mean in means:
-                    transport.all_reduce(mean, what=f"the buffers of {what}")
+                average = CodedAverage(transport)
+                average.run(x, rest, code, v.t)
+                if means:
+                    average.run_on_buffers(means, x.whole.layout, code, v.t)
             for own, mean in zip(self._buffers, means, strict=True):
-                own.copy_(mean.div_(transport.world_size))
+                own.copy_(mean)
             self.own_buffer_weight *= 1 / transport.world_size
             self._set_weight(v)
             return

@@ -17,7 +17,7 @@ from ..mixing_manager.base import MixingManager
 from ..schedule import Action, Schedule
 from ..state import Restart
 from .algorithm import Algorithm
-from .coded_average import coded_average
+from .coded_average import coded_average, sent_bytes
 from .flights import Flight, Flights
 from .memory import Memory
 from .periodic import Periodic
@@ -37,22 +37,31 @@ class Answered(NamedTuple):
         buffer_rows: the rows of W(t) for buffers; None: as `rows`.
         has_buffers: whether the buffers of the models travel along.
         wire: rounds the buffers that are sent by rows; None: no rounding.
+        code: the code of an average over all ranks, for the buffers that take one; None: buffers are sent exactly.
+        t: the number of the round with that code.
     """
 
     rows: Rows | None
     buffer_rows: Rows | None = None
     has_buffers: bool = True
     wire: Cast | None = None
+    code: Compressor | None = None
+    t: int = 0
 
-    def mix_buffers(self, b: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def mix_buffers(self, b: Tensor, kept: Tensor, *, takes_code: bool = False) -> tuple[Tensor, Tensor]:
         """Return buffers after this communication, and the weights of each rank for its own ones.
 
         Args:
             b: the buffers before it, [n, m].
             kept: the weights so far, [n, 1].
+            takes_code: whether these buffers take a code: see [Note: Coded moments] of `CodedAverage`.
         """
         if not self.has_buffers:
             return b, kept
+        if self.rows is None and self.code is not None and takes_code:
+            average, rest = b.clone(), torch.empty_like(b)
+            coded_average(average, rest, self.code, self.t, has_feedback=False)
+            return average + rest, kept / len(b)
         if self.rows is None:
             return b.mean(0).expand_as(b), kept / len(b)
         rows = self.buffer_rows or self.rows
@@ -421,12 +430,15 @@ class Stacked:
         x, rest = vectors[0]
         if not self.algorithm.takes_rows:
             x, rest = ([torch.stack([parts[0] for parts in each])] for each in zip(*vectors, strict=True))
-        self.sent_bytes += coded_average(x, rest, requests[0].code, self.t)
+        code = requests[0].code
+        for part, left in zip(x, rest, strict=True):
+            coded_average(part, left, code, self.t)
+            self.sent_bytes += sent_bytes(part.shape[1], part.dtype, self.num_ranks, code)
         if not self.algorithm.takes_rows:
             for (own, left), *rows in zip(vectors, x[0], rest[0], strict=True):
                 own[0].copy_(rows[0])
                 left[0].copy_(rows[1])
-        self._answered.append(Answered(None))
+        self._answered.append(Answered(None, code=code, t=self.t))
 
     @property
     def rows(self) -> Rows:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.compression.compressor import Cast, Compressor, Identity
-from gossip_modules.compression.quantizer import QSGD, SignNorm
+from gossip_modules.compression.quantizer import QSGD, Absmax, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
 
 Array = NDArray[Any]
@@ -123,6 +123,16 @@ def qsgd_oracle(x: Array, message: bytes, compressor: Any) -> Array:
     return np.concatenate([np.empty(0), *result]).astype(x.dtype)
 
 
+def absmax_oracle(x: Array, message: bytes, compressor: Any) -> Array:
+    """The nearest of evenly spaced levels up to the largest magnitude, block by block."""
+    s, result = 2 ** (compressor.bits - 1) - 1, []
+    for b in blocks_of(x, compressor.block_size):
+        largest = np.abs(b).max().astype(np.float32)
+        levels = np.rint(b * (np.float32(s) / (largest or np.float32(1))).astype(x.dtype))
+        result.append(levels.astype(np.float64) * float(largest) / s)
+    return np.concatenate([np.empty(0), *result]).astype(x.dtype)
+
+
 class Case(NamedTuple):
     """A compressor and what it promises: bytes for (d, itemsize), C(x), and E ||x - C(x)||^2 <= error(x)."""
 
@@ -230,6 +240,17 @@ def qsgd_case(bits: int, bucket_size: int, unbiased: bool) -> Case:
     )
 
 
+def absmax_case(bits: int, block_size: int) -> Case:
+    """Half a level in each entry, and no more than the entry."""
+    s = 2 ** (bits - 1) - 1
+    return Case(
+        lambda: Absmax(bits, block_size),
+        lambda d, i: 4 * math.ceil(d / block_size) + math.ceil(d * bits / 8),
+        absmax_oracle,
+        lambda x: sum(energy(abs(b).clip(max=1.001 * abs(b).max() / 2 / s)) for b in blocks_of(x, block_size)),
+    )
+
+
 CASES: dict[str, Case] = {
     "bfloat16": cast_case(torch.bfloat16, 2**-8),
     "float16": cast_case(torch.float16, 2**-11),
@@ -253,4 +274,7 @@ CASES: dict[str, Case] = {
     "8 bits, unbiased": qsgd_case(8, 1 << 18, True),
     "4 bits, unbiased": qsgd_case(4, 512, True),
     "2 bits, unbiased": qsgd_case(2, 8, True),
+    "8 bits, largest magnitude": absmax_case(8, 64),
+    "4 bits, largest magnitude": absmax_case(4, 32),
+    "2 bits, largest magnitude of large blocks": absmax_case(2, 1 << 18),
 }

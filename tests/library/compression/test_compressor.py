@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.compression.compressor import Cast, Compressor
-from gossip_modules.compression.quantizer import QSGD, SignNorm
+from gossip_modules.compression.quantizer import QSGD, Absmax, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
 from tests.library.compression.cases import CASES, energy, kept
 
@@ -236,7 +236,16 @@ def test_largest_numbers_have_a_code() -> None:
 
 
 def test_bad_entries_stay_in_their_block() -> None:
-    for compressor in (SignNorm(64), TwoBit(64), QSGD(4, 64), QSGD(8, 64), QSGD(2, 64), Cast(torch.float16), TopK(0.1)):
+    for compressor in (
+        SignNorm(64),
+        TwoBit(64),
+        Absmax(4, 64),
+        QSGD(4, 64),
+        QSGD(8, 64),
+        QSGD(2, 64),
+        Cast(torch.float16),
+        TopK(0.1),
+    ):
         x = vector(256)
         x[70], x[75] = math.nan, math.inf
         result = decompressed(compressor, x)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gossip_modules import GroupAverageDataParallel, MixedMomentum
+from gossip_modules.compression import Absmax
 from gossip_modules.extend import Memory, Mix, Round, Vectors
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
@@ -132,6 +133,15 @@ def takes_delay(name: str) -> bool:
     return isinstance(made, Algorithm) and any(field.name == "delay" and field.init for field in fields(made))
 
 
+CODED: dict[str, Any] = {"compressor": Absmax(4, 8), "collective": "all_reduce", "momentum": 0.0, "lr": 1.0}
+"""Settings of an outer method whose average has a code of few bits."""
+
+
+@pytest.mark.parametrize("settings", [CODED, {**CODED, "delay": 1}, {**CODED, "fragments": 2}])
+def test_an_average_of_codes_is_that_of_ranks(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_as_by_ranks("diloco", chosen("diloco", **settings), monkeypatch)
+
+
 @pytest.mark.parametrize("delay", [1, 2])
 @pytest.mark.parametrize("name", [*filter(takes_delay, LOCKSTEP)])
 def test_a_method_with_a_delay_trains_as_by_ranks(name: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,17 +209,18 @@ ROUNDED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), [*EXACT, *ROUNDED])
+@pytest.mark.parametrize(("name", "options"), [*EXACT, *ROUNDED, ("diloco", CODED)])
 def test_moments_are_mixed_and_bytes_are_counted_as_by_ranks(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = replace(task(0.9), model=with_moments)
-    plan = replace(LabPlan.of(name, **options), chosen=chosen(name), is_text=False)
+    own, recipe = replace(task(0.9), model=with_moments), chosen(name, **(options if options is CODED else {}))
+    options = {} if options is CODED else options
+    plan = replace(LabPlan.of(name, **options), chosen=recipe, is_text=False)
     training = LabTraining(plan, Setting(N, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
     begin = {n.removeprefix("model."): p.detach().clone() for n, p in training.models.module.named_parameters()}
     for _ in training.run(STEPS):
         pass
-    z, found = training.settle(), by_ranks(chosen(name), own, begin, monkeypatch, **options)
+    z, found = training.settle(), by_ranks(recipe, own, begin, monkeypatch, **options)
     moments = torch.cat([training.models.buffers[name].flatten(1) for name in training.models.mixed], 1)
     assert moments.shape == found.moments.shape
     assert float(moments.std()) > 1e-3
