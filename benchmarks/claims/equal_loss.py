@@ -66,6 +66,12 @@ LINES: Mapping[str, Line] = {
         )
         for every in (2, 4)
     },
+    **{
+        f"Local SGD, H = 4, {bits} bits, momentum mixed too": Line(
+            f"local SGD, H = 4, {bits} bits, momentum mixed too, GossipAdamW", f"local-4-mixed-{bits}"
+        )
+        for bits in (4, 8)
+    },
     "SGP, auto": Line("", "auto"),
     "SGP, two peers": Line("SGP, 2 peers, GossipAdamW", "sgp-2peers"),
     "SGP, each 8th round exact": Line("SGP, each 8th round exact, GossipAdamW", "sgp-exact"),

@@ -16,6 +16,7 @@ from benchmarks.by_hand import BlockingSGP, OverlappedSGP, PlainLoop
 from benchmarks.cluster import peers
 from benchmarks.cluster.network.place import Place
 from benchmarks.contenders import PeriodicallyAveraged, Wrapped
+from gossip_modules.compression import Absmax
 from gossip_modules.engine.measuring import NUM_MEASURED, NUM_WARM
 from gossip_modules.extend import Algorithm
 from gossip_modules.graph_manager.named_graphs import undirected_ring
@@ -129,6 +130,20 @@ OURS: Mapping[str, ClusterMethod] = {
             period=every,
         )
         for every in (2, 4)
+    },
+    **{
+        f"local-4-mixed-{bits}": ClusterMethod(
+            f"Local SGD, H = 4, {bits} bits, momentum mixed too",
+            _mixed(
+                _periodic(
+                    algorithm=gm.DiLoCo(
+                        4, lr=1.0, momentum=0.0, compressor=Absmax(bits, block_size), collective="all_reduce"
+                    )
+                )
+            ),
+            period=4,
+        )
+        for bits, block_size in ((4, 32), (8, 64))
     },
     "dpsgd-ring": ClusterMethod("D-PSGD, ring", _pairs(graph=undirected_ring)),
     "dpsgd": ClusterMethod("D-PSGD, pairs", _pairs(graph=gm.graph_manager.DynamicBipartiteExponentialGraph)),

@@ -15,6 +15,7 @@ from torch import nn
 from benchmarks.studies.small_decoder import BETAS, WEIGHT_DECAY, Text
 from benchmarks.studies.study import MakeOptimizer, Study
 from gossip_modules import DiLoCo, GossipAdamW, LocalSGD, SlowMo
+from gossip_modules.compression import Absmax
 from gossip_modules.lab import LabPlan
 from gossip_modules.schedule import Schedule
 
@@ -39,6 +40,15 @@ TWO_MIXED: Mapping[str, Any] = by_gossip_adamw({f"SGP, 2 peers{MIXED}": LabPlan.
 LOCAL_MIXED: Mapping[str, Any] = by_gossip_adamw(
     {f"local SGD, H = {every}{MIXED}": LocalSGD(sync_every=every) for every in (2, 4)}
 )
+CODED_MIXED: Mapping[str, Any] = by_gossip_adamw(
+    {
+        f"local SGD, H = 4, {bits} bits{MIXED}": DiLoCo(
+            4, lr=1.0, momentum=0.0, compressor=Absmax(bits, block_size), collective="all_reduce"
+        )
+        for bits, block_size in ((4, 32), (8, 64))
+    }
+)
+"""Local SGD whose averages of models and moments are sent by a code."""
 OVERLAP: Mapping[str, Any] = by_gossip_adamw({"Overlap SGP": "osgp"})
 SPARSE: Mapping[str, Any] = by_gossip_adamw(
     {"local SGD, H = 10": LocalSGD(sync_every=10), "DiLoCo, H = 30": DiLoCo(sync_every=30), "SlowMo, H = 12": SLOWMO}
@@ -58,6 +68,7 @@ MANY: Mapping[str, Any] = {**FIRST, **TWO_MIXED, **LOCAL_MIXED, **OVERLAP, **SPA
 """The methods of 32 and 64 workers."""
 EIGHT: Mapping[str, Any] = {
     **MANY,
+    **CODED_MIXED,
     **OTHERS,
     **TWO,
     **ROUNDED,
@@ -65,7 +76,7 @@ EIGHT: Mapping[str, Any] = {
     "SGP, AdamW": "sgp",
 }
 """The methods of 8 workers."""
-SHORTER: Mapping[str, Any] = {**FIRST, **LOCAL_MIXED, **OVERLAP, **TWO, **ROUNDED}
+SHORTER: Mapping[str, Any] = {**FIRST, **LOCAL_MIXED, **CODED_MIXED, **OVERLAP, **TWO, **ROUNDED}
 """The methods of 8 workers that are trained for fewer steps too."""
 SEARCHED: Mapping[str, Any] = {
     **FIRST,
@@ -98,11 +109,13 @@ def study(
 ) -> Study:
     """Return a study of these methods and numbers of workers. A worker reads four sequences of 32 symbols per step.
 
-    16 workers train by the methods of `MANY` and of `OTHERS` only.
+    16 workers train by the methods of `MANY`, `CODED_MIXED` and `OTHERS` only.
     """
 
     def methods(workers: int) -> Mapping[str, Any]:
-        return {name: method for name, method in every.items() if workers != 16 or name in {*MANY, *OTHERS}}
+        return {
+            name: method for name, method in every.items() if workers != 16 or name in {*MANY, *CODED_MIXED, *OTHERS}
+        }
 
     def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
         return {name: partial(gossip_adamw, workers) for name in every if name.endswith(GOSSIP_ADAMW)}

@@ -211,7 +211,7 @@ class Absmax(_BlockCode):
         self.step = 1 / self.num_levels
 
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
-        for start, stop, blocks in chunks(x, self.block_size):
+        for start, stop, blocks in chunks(x, self._size(x.shape[-1])):
             rows = in_blocks(x[..., start:stop], blocks)
             largest = torch.maximum(rows.amax(-1, keepdim=True), rows.amin(-1, keepdim=True).neg_())
             scales[..., blocks, :] = saturated(largest, LARGEST)

@@ -172,7 +172,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._collective(request, "all-to-all", opts, [(output, received)], buffers=[message])
 
     # Its name in older versions of torch.
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def gather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..compression.compressor import Compressor
 from ..flat.layout import FlatLayout, align
 from ..transport.base import Transport
-from .vector import Vector, wide
+from .vector import Vector
 
 _GRAIN = 64  # elements; the length of a run is a multiple of it
 _ALIGNMENT = 8  # bytes, at which a message begins
@@ -158,6 +158,6 @@ def _add(code: Compressor, message: Tensor, run: Tensor, length: int, *, alpha: 
     if len(run) == length:
         code.add_decompressed(message, run, alpha=alpha)
     elif len(run):
-        whole = torch.zeros(length, dtype=wide(run), device=run.device)
+        whole = run.new_zeros(length)
         code.add_decompressed(message, whole, alpha=alpha)
         run.add_(whole[: len(run)])
