@@ -251,7 +251,8 @@ def test_the_connections_of_a_wrapper_go_with_it_without_a_garbage_collection(is
             fold(store, group.rank())
             meeting.wait()
             for thread in threading.enumerate():
-                if thread.name in ("gossip-closing", "releasing-group"):
+                # One that the other rank is starting just now is not alive yet, and cannot be joined.
+                if thread.name in ("gossip-closing", "releasing-group") and thread.is_alive():
                     thread.join(PATIENCE)
             Use(group).end()  # the next fold, which releases the groups of lost wrappers
             meeting.wait()
@@ -340,13 +341,14 @@ def test_all_name_a_rank_that_has_died_at_once(
 def test_an_exchange_has_the_timeout_and_all_name_the_silent_rank() -> None:
     """Rank 0 has stopped in the middle of an exchange; the others hear of it from rank 1, or 3.
 
-    The timeout is 300 s where none is given, which is more than this test has.
+    The timeout is 300 s where none is given, which is more than this test has. A watch that stands still for a second,
+    as on a busy machine, still asks rank 0 before it gives it up.
     """
     gates: list[Gate] = []
     meeting, is_over = Meeting(4), Meeting(4)
 
     def body(group: dist.ProcessGroup) -> None:
-        wrapper = wrap(mlp(group.rank()), group, timeout=timedelta(seconds=1))
+        wrapper = wrap(mlp(group.rank()), group, timeout=timedelta(seconds=2.5))
         wrapper(X)
         wrapper.settle()
         if group.rank() == 0:

@@ -91,7 +91,7 @@ def test_tensors_of_different_sizes_do_not_meet_in_gloo(n: int, operation: str) 
     """Gloo would end the process: see [Note: sizes meet first] of `meet`."""
 
     def body(group: dist.ProcessGroup) -> str:
-        transport, x = over(group), torch.zeros(587 if group.rank() else 567)
+        transport, x = over(group, TIMEOUT.total_seconds()), torch.zeros(587 if group.rank() else 567)
         act = {
             "all_reduce": lambda: transport.all_reduce(x, what="a fragment of round 9"),
             "broadcast": lambda: transport.broadcast(x, source=0, what="a fragment of round 9"),
@@ -191,7 +191,7 @@ def test_over_few_connections_a_late_rank_ends_the_barrier_everywhere() -> None:
 
 def test_the_collectives_of_one_operation_share_a_deadline() -> None:
     """What the first one has waited is missing in the second one."""
-    late = 0.3
+    late, has_begun = 0.3, threading.Barrier(2)
 
     def body(group: dist.ProcessGroup) -> list[float]:
         transport, limits = over(group, TIMEOUT.total_seconds()), []
@@ -202,6 +202,7 @@ def test_the_collectives_of_one_operation_share_a_deadline() -> None:
 
         transport.wait_for = note  # type: ignore[method-assign]
         with transport.within(Deadline(TIMEOUT)):
+            has_begun.wait(TIMEOUT.total_seconds())  # so that the deadlines of both pass while rank 1 is late
             time.sleep(late * transport.rank)
             transport.barrier(what="the first")
             limits.clear()
