@@ -453,6 +453,8 @@ class GossipWrapper(OldModuleNames, AveragingMixin):
             local.stop()
             release(self)
             local.engine.close()
+            if (at_end := _at_end.pop(self, None)) is not None:
+                at_end.detach()
             self._release()
         if not local.engine.is_asynchronous:
             self._warn_of_no_round()
@@ -690,9 +692,14 @@ def close_when_collected(wrapper: object, engine: Engine) -> None:
     """Close `engine` when `wrapper` is collected, if nobody has closed it by then.
 
     [Note: Lost wrappers] The threads of an asynchronous engine outlive an unclosed wrapper, and would go on giving its
-    model to peers.
+    model to peers. A closed wrapper needs this no more, and it would keep the engine: after an error the engine has the
+    traceback, whose frames hold the wrapper, so neither would ever be collected.
     """
-    weakref.finalize(wrapper, _close_lost, engine, type(wrapper).__name__).atexit = False  # at exit they just end
+    _at_end[wrapper] = weakref.finalize(wrapper, _close_lost, engine, type(wrapper).__name__)
+    _at_end[wrapper].atexit = False  # the threads just end
+
+
+_at_end: weakref.WeakKeyDictionary[object, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 
 
 def _close_lost(engine: Engine, name: str) -> None:

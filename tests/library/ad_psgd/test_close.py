@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -381,7 +382,8 @@ def test_an_exchange_has_the_timeout_and_all_name_the_silent_rank() -> None:
 
 @pytest.mark.filterwarnings("ignore:got a training forward")
 def test_a_copy_does_not_outlive_the_threads() -> None:
-    """After a failure and a close no thread is left, and the wrapper can still be copied."""
+    """After a failure and a close no thread is left, the wrapper can still be copied, and nothing keeps it."""
+    wrappers: list[weakref.ref[BilatGossipDataParallel]] = []
 
     def body(group: dist.ProcessGroup) -> None:
         wrapper = wrap(mlp(group.rank()), group)
@@ -392,9 +394,12 @@ def test_a_copy_does_not_outlive_the_threads() -> None:
         twin = copy.deepcopy(wrapper)
         twin(X)
         wrapper.close()
+        wrappers.append(weakref.ref(wrapper))
 
     run_ranks(2, body)
     assert_no_gossip_threads()
+    gc.collect()
+    assert [wrapper() for wrapper in wrappers] == [None]
 
 
 def test_the_state_of_another_engine_is_refused() -> None:
