@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,22 @@ class Claim:
         Args:
             folder: that has the files.
         """
-        return self.form.format(self.query(*(_rows(folder, csv) for csv in self.csvs)))
+        return _text(self, tuple(_state(folder / csv) for csv in self.csvs))
 
 
-def _rows(folder: Path, csv: str) -> pd.DataFrame:
-    return _read(folder, csv, (folder / csv).stat().st_mtime_ns)
+def _state(file: Path) -> tuple[Path, int]:
+    """A file, wherever links lead, and when it changed."""
+    file = file.resolve()
+    return file, file.stat().st_mtime_ns
+
+
+@cache
+def _text(claim: Claim, files: tuple[tuple[Path, int], ...]) -> str:
+    """The text of a claim; pages and `--list` ask for most of them several times."""
+    return claim.form.format(claim.query(*(_read(*file) for file in files)))
 
 
 @lru_cache(maxsize=64)
-def _read(folder: Path, csv: str, changed: int) -> pd.DataFrame:
+def _read(file: Path, changed: int) -> pd.DataFrame:
     """Read a file once; queries leave it as it is."""
-    return rows_of(csv, folder)
+    return rows_of(file.name, file.parent)

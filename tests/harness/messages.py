@@ -1,12 +1,11 @@
-"""The messages of the errors and warnings in the source of the library, as patterns."""
+"""The messages of the errors and warnings in the source of the library, with their fields."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import functools
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +29,27 @@ class Message:
     place: str
 
     @functools.cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Whole messages match it; each field matches anything."""
-        return re.compile("".join(".*" if part is None else re.escape(part) for part in self.parts), re.DOTALL)
+    def _between(self) -> list[str]:
+        """The texts before, between and after the fields."""
+        found = [""]
+        for part in self.parts:
+            if part is None:
+                found.append("")
+            else:
+                found[-1] += part
+        return found
+
+    def is_in(self, text: str) -> bool:
+        """Whether a text has the message, with anything in the place of each field."""
+        return _find(self._between, text, 0) >= 0
+
+    def is_whole(self, text: str) -> bool:
+        """Whether a text is the message, with anything in the place of each field."""
+        first, *between = self._between
+        if not between:
+            return text == first
+        end = _find(between[:-1], text, len(first)) if text.startswith(first) else -1
+        return end >= 0 and text.endswith(between[-1]) and end + len(between[-1]) <= len(text)
 
     @property
     def words(self) -> str:
@@ -80,16 +97,25 @@ def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def texts(package: Path) -> Iterator[re.Pattern[str]]:
-    """All long texts in a package, as patterns of a part of a message."""
+def _find(parts: Sequence[str], text: str, position: int) -> int:
+    """The end of the first place of the parts in a text, one after the other; -1: there is none."""
+    for part in parts:
+        if (start := text.find(part, position)) < 0:
+            return -1
+        position = start + len(part)
+    return position
+
+
+def texts(package: Path) -> Iterator[Message]:
+    """All long texts in a package, as parts of messages."""
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(_parsed(path)):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else None for part in node.values]
                 if len("".join(filter(None, parts))) >= _LONG:
-                    yield Message("", tuple(parts), path.name).pattern
+                    yield Message("", tuple(parts), path.name)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) >= _LONG:
-                yield re.compile(re.escape(node.value))
+                yield Message("", (node.value,), path.name)
 
 
 def _is_class(node: ast.AST) -> bool:
