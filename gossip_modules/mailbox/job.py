@@ -14,9 +14,10 @@ from ..flat.layout import FlatLayout
 from ..membership.arguments import is_number, is_whole
 from ..membership.background_log import log
 from ..membership.view import differences
+from ..transport.job_key import VARIABLE
 from .clock import Clock
 from .errors import MailboxError
-from .medium import KEY_VARIABLE, Medium
+from .medium import Medium
 from .sealed import JOB, pack, unpack
 
 FORMAT = 1
@@ -195,7 +196,7 @@ class MailJob:
             if self.medium.counts.refused > num_refused or clock.now() > end:
                 raise MailboxError(
                     f"the run at {self.medium.address} has an object {JOB!r} that does not open with the key of this "
-                    f"worker, expected the key of the run; set {KEY_VARIABLE} to it on all workers, or give another "
+                    f"worker, expected the key of the run; set {VARIABLE} to it on all workers, or give another "
                     "address to a new run"
                 )
             clock.sleep(self.settings.poll / 16)

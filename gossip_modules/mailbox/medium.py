@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from typing import Any
 
 import torch.distributed as dist
 
+from ..transport.job_key import key_of
 from ..warn import levels_to_user
 from .base import Medium
 from .bucket import BucketMedium
@@ -20,26 +20,8 @@ from .sealed import Seal
 
 __all__ = ["REAL_TIME", "Medium", "key_of", "open_medium"]
 
-KEY_VARIABLE = "GOSSIP_JOB_KEY"
 REAL_TIME = Clock()
 _warned: set[str] = set()
-
-
-def key_of(key: str | bytes | None) -> bytes | None:
-    """The key of a job as bytes; None: the variable GOSSIP_JOB_KEY, if it is set.
-
-    Raises:
-        ValueError: the key is empty, as a variable without a value makes it, so anyone could seal objects.
-    """
-    source = "key" if key is not None else KEY_VARIABLE
-    if key is None:
-        key = os.environ.get(KEY_VARIABLE)
-    if key is not None and not (isinstance(key, str | bytes) and key):
-        raise ValueError(
-            f"got {source}={key!r}, expected a long secret text, the same for all workers, or no key; for a run "
-            f"without a key unset {KEY_VARIABLE}"
-        )
-    return key.encode() if isinstance(key, str) else key
 
 
 def open_medium(

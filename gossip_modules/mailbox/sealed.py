@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..transport.job_key import CODE_BYTES, code_of, is_code
 from ..transport.state_tree import bytes_of, empty_tensors, num_bytes_of, specs_of
 
 _MAX_HEADER = 4 << 20  # bytes of JSON; Python's objects take some 20 times as much
@@ -79,7 +78,7 @@ class Seal:
         run: the identity of the run; "": not known yet.
     """
 
-    num_bytes = len(_MAGIC) + hashlib.sha256().digest_size
+    num_bytes = len(_MAGIC) + CODE_BYTES
 
     def __init__(self, key: bytes | None, *, run: str = "") -> None:
         self._key, self._run = key, run
@@ -95,18 +94,15 @@ class Seal:
             path: its path, relative to the run.
             content: its content.
         """
-        return b"".join([_MAGIC, self._code(path, content), content])
+        return b"".join([_MAGIC, code_of(self._key, *self._names(path), content=content), content])
 
     def open(self, path: str, data: bytes | memoryview) -> bytes | None:
         """The content; None: `seal` has not made these bytes with this key for this path."""
         view = memoryview(data)
-        content = view[self.num_bytes :]
-        expected = _MAGIC + self._code(path, content)
-        return bytes(content) if hmac.compare_digest(bytes(view[: self.num_bytes]), expected) else None
+        content, code = view[self.num_bytes :], view[len(_MAGIC) : self.num_bytes]
+        is_sealed = is_code(code, self._key, *self._names(path), content=content)
+        return bytes(content) if is_sealed and view[: len(_MAGIC)] == _MAGIC else None
 
-    def _code(self, path: str, content: bytes | memoryview) -> bytes:
-        code = hashlib.sha256() if self._key is None else hmac.new(self._key, digestmod=hashlib.sha256)
-        run = "" if path == JOB else self._run
-        code.update(f"{run}\0{path}\0".encode())  # neither has a zero byte
-        code.update(content)
-        return code.digest()
+    def _names(self, path: str) -> tuple[str, str]:
+        """See `code_of`; neither has a zero byte."""
+        return "" if path == JOB else self._run, path

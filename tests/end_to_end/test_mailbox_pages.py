@@ -137,10 +137,10 @@ def test_the_commands_of_the_guide_run(terminals: Terminals) -> None:
         :2
     ]
     costs = terminals.type(ask)  # the other one starts meanwhile
-    membership = Membership(f"file://{terminals.folder}/run1", min_workers=1, key="secret")
+    membership = Membership(f"file://{terminals.folder}/run1", min_workers=1, key="a secret of the tests")
     GossipDataParallel(nn.Linear(2, 2), algorithm=DiLoCo(sync_every=2), membership=membership).close()
     address = f"file://{terminals.folder}/run1"
-    shown = terminals.type(look.replace("s3://my-bucket/run1", address), GOSSIP_JOB_KEY="secret")
+    shown = terminals.type(look.replace("s3://my-bucket/run1", address), GOSSIP_JOB_KEY="a secret of the tests")
     table, view = (process.communicate(timeout=100)[0] for process in (costs, shown))
     requests, storage, egress = map(float, re.findall(r"^ +100 .*% +(\S+) +(\S+) +(\S+)$", table, re.M)[0])
     assert requests + storage < 0.01 < 1 < egress

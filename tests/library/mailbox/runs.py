@@ -16,7 +16,7 @@ from tests.harness.quadratics import LEARNING_RATE, Point
 
 H = 5
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9}
-OPTIONS: dict[str, Any] = {"grace": 10.0, "poll": 0.01, "interval": 5.0, "timeout": 30.0, "key": "key"}
+OPTIONS: dict[str, Any] = {"grace": 10.0, "poll": 0.01, "interval": 5.0, "timeout": 30.0, "key": "key of these tests"}
 
 
 @dataclass

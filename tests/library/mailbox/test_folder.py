@@ -15,7 +15,7 @@ from tests.library.mailbox.clock import InstantClock
 
 
 def folder(path: Path) -> Medium:
-    return open_medium(f"file://{path}", timeout=5.0, key=b"key", clock=InstantClock())
+    return open_medium(f"file://{path}", timeout=5.0, key=b"key of these tests", clock=InstantClock())
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, name: str, code: int, *, times: int = 1000, done: bool = False) -> list[Any]:

@@ -24,7 +24,7 @@ from tests.library.mailbox.runs import H, train
 class SmallRun:
     """A run with one worker, whose objects are written by hand. Time passes in sleeps only."""
 
-    def __init__(self, *, key: bytes = b"key") -> None:
+    def __init__(self, *, key: bytes = b"key of these tests") -> None:
         self.address, self.clock = f"memory://{uuid.uuid4().hex}", InstantClock()
         self.medium: Medium = open_medium(self.address, timeout=60.0, key=key, clock=self.clock)
         self.job = MailJob(self.medium, Settings.of_reader(poll=1.0, timeout=60.0))
@@ -39,7 +39,7 @@ class SmallRun:
         assert self.models.create(number, self.models.pack(saved))
 
     def follow(self, **options: float) -> follower.Follower:
-        return follow(self.address, key="key", clock=self.clock, **options)
+        return follow(self.address, key="key of these tests", clock=self.clock, **options)
 
 
 def test_the_example_of_the_docstring_runs() -> None:
@@ -51,7 +51,7 @@ def test_the_models_of_a_training_are_the_anchors_of_its_workers(scheme: str, tm
     address = f"file://{tmp_path}/run" if scheme == "file" else f"memory://{uuid.uuid4().hex}"
     workers = train(address, 3 * H)
     before = workers[0].membership.medium.list()
-    models = follow(address, key="key", poll=0.01)
+    models = follow(address, key="key of these tests", poll=0.01)
     newest = models.newest()
     assert newest is not None
     (given,) = list(models)
@@ -112,12 +112,12 @@ def test_a_run_may_begin_later() -> None:
 def test_a_folder_without_a_run_stays_absent(tmp_path: Path) -> None:
     for folder in (tmp_path / "absent", tmp_path):
         with pytest.raises(NoRun):
-            follow(f"file://{folder}", key="key").newest()
+            follow(f"file://{folder}", key="key of these tests").newest()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_another_key_is_an_error_at_once() -> None:
-    run = SmallRun(key=b"another")
+    run = SmallRun(key=b"another key of these tests")
     run.begin()
     with pytest.raises(MailboxError, match=f"of the run at {run.address} did not open; set GOSSIP_JOB"):
         next(run.follow())

@@ -120,8 +120,8 @@ def test_two_runs_in_one_process_do_not_meet() -> None:
     def alone(worker: MailWorker) -> Tensor:
         return trained(worker, DiLoCo(H), 12, 0.5).anchor
 
-    expected = MailRun(key=b"key").train(2, alone)[0]
-    one, other = MailRun(key=b"key"), MailRun(key=b"key")
+    expected = MailRun(key=b"key of these tests").train(2, alone)[0]
+    one, other = MailRun(key=b"key of these tests"), MailRun(key=b"key of these tests")
     other.clock.close()
     other.clock = one.clock
 

@@ -22,14 +22,14 @@ from tests.library.mailbox.runs import H, Worker, train
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of a run of three workers and four rounds; they have left."""
-    monkeypatch.setenv("GOSSIP_JOB_KEY", "key")
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "key of these tests")
     address = f"memory://{uuid.uuid4().hex}"
     train(address, 4 * H)
     return address
 
 
 def objects_of(address: str) -> list[str]:
-    return sorted(open_medium(address, timeout=5.0, key=b"key").list())
+    return sorted(open_medium(address, timeout=5.0, key=b"key of these tests").list())
 
 
 class BeatingClock(InstantClock):
@@ -86,7 +86,7 @@ def test_the_report_as_json(run: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_two_looks_tell_live_workers_from_silent_ones() -> None:
     clock = BeatingClock()
-    medium = open_medium(f"memory://{uuid.uuid4().hex}", timeout=9.0, key=b"key", clock=clock)
+    medium = open_medium(f"memory://{uuid.uuid4().hex}", timeout=9.0, key=b"key of these tests", clock=clock)
     live, _, left = (started(medium) for _ in range(3))
     clock.workers.append(live)
     left.leave()
@@ -99,7 +99,7 @@ def test_two_looks_tell_live_workers_from_silent_ones() -> None:
 
 def test_the_second_look_comes_when_all_workers_were_heard() -> None:
     clock = BeatingClock()
-    medium = open_medium(f"memory://{uuid.uuid4().hex}", timeout=9.0, key=b"key", clock=clock)
+    medium = open_medium(f"memory://{uuid.uuid4().hex}", timeout=9.0, key=b"key of these tests", clock=clock)
     clock.workers.append(started(medium))
     assert report_of(medium, wait=None, show=str).workers[0].state == "live"
     assert clock.now() == 1.0
@@ -112,14 +112,14 @@ def test_late_workers_are_named() -> None:
         worker.membership.release()
 
     train(address, 2 * H, end=end)
-    medium = open_medium(address, timeout=9.0, key=b"key", clock=InstantClock())
+    medium = open_medium(address, timeout=9.0, key=b"key of these tests", clock=InstantClock())
     started(medium)
     (stream,) = report_of(medium, wait=0.0, show=str).streams
     assert (stream.counted, stream.late) == ((0, 1, 2), (3,))
 
 
 def test_unknown_prices_and_damaged_objects_are_told(run: str) -> None:
-    medium = open_medium(run, timeout=5.0, key=b"key")
+    medium = open_medium(run, timeout=5.0, key=b"key of these tests")
     path = f"round/0-average/{3:010d}/close"
     medium.delete([path])
     assert medium._create(path, b"?" * 100)
@@ -161,14 +161,14 @@ def test_rounds_that_workers_may_need_stay(run: str, capsys: pytest.CaptureFixtu
     before = objects_of(run)
     assert main([run, "--clean", "--before", "5", "--yes"]) == 2
     assert "got --before 5, expected 0 to 4: the newest saved model" in capsys.readouterr().err
-    started(open_medium(run, timeout=9.0, key=b"key"))
+    started(open_medium(run, timeout=9.0, key=b"key of these tests"))
     assert main([run, "--clean", "--before", "1", "--yes", "--wait", "0"]) == 2
     assert "got --before 1, expected 0 to 0" in capsys.readouterr().err
     assert set(before) <= set(objects_of(run))
 
 
 def test_another_key_is_one_line(run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOSSIP_JOB_KEY", "another")
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "another key of these tests")
     assert main([run]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -190,7 +190,7 @@ def test_another_key_is_one_line(run: str, capsys: pytest.CaptureFixture[str], m
 def test_errors_are_one_line(
     arguments: str, code: int, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GOSSIP_JOB_KEY", "key")
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "key of these tests")
     assert main(arguments.split()) == code
     said = capsys.readouterr()
     assert said.out == ""
@@ -206,7 +206,7 @@ def test_a_price_has_a_name_and_dollars(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_nothing_is_written_by_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOSSIP_JOB_KEY", "key")
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "key of these tests")
     train(f"file://{tmp_path}/run", H, parabolas=[0])
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "round").rglob("*")}
     assert main([f"file://{tmp_path}/run"]) == 0
@@ -217,7 +217,7 @@ def test_nothing_is_written_by_a_report(tmp_path: Path, monkeypatch: pytest.Monk
 def test_each_kind_of_store_is_read_followed_and_cleaned(
     address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GOSSIP_JOB_KEY", "key")
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "key of these tests")
     train(address, 2 * H, parabolas=[0])
     assert [model.round for model in follow(address, poll=0.1)] == [2]
     assert main([address]) == 0

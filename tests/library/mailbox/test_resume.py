@@ -55,7 +55,7 @@ def vanish(worker: Worker) -> None:
 
 
 def models_of(address: str) -> SavedModels:
-    medium = open_medium(address, timeout=5.0, key=b"key")
+    medium = open_medium(address, timeout=5.0, key=b"key of these tests")
     read_run(medium)
     return SavedModels(medium)
 
@@ -64,7 +64,7 @@ class ModelsAreRefused(MemoryMedium):
     """A medium with room for the first model only."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, timeout=30.0, clock=Clock(), seal=Seal(b"key"))
+        super().__init__(name, timeout=30.0, clock=Clock(), seal=Seal(b"key of these tests"))
 
     def create(self, path: str, data: bytes, *, deadline: float | None = None) -> bool:
         if path.startswith("model/") and int(path.split("/")[1]):
