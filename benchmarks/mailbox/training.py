@@ -17,9 +17,9 @@ from benchmarks.elastic.training import RESOURCES_EVERY, Training
 from benchmarks.mailbox.server import VARIABLES
 from gossip_modules import DiLoCo, GossipDataParallel, Membership, NoLoCo, StreamingDiLoCo
 from gossip_modules.mailbox.mail_rounds import MailRounds
-from gossip_modules.mailbox.medium import KEY_VARIABLE
 from gossip_modules.mailbox.push_sum import PushSumByMail
 from gossip_modules.testing import Worker
+from gossip_modules.transport.job_key import VARIABLE
 
 KEY = "the key of the job"
 PUSH_SUM = "push-sum"
@@ -62,7 +62,7 @@ class WireTraining(Training):
     def __call__(self, worker: Worker) -> dict[str, Any]:
         """Train as one worker until the file `LAST` is there; returns its number, its weight and its figures."""
         os.environ.update(VARIABLES, AWS_ENDPOINT_URL=f"http://{worker.store}")
-        os.environ[KEY_VARIABLE] = KEY
+        os.environ[VARIABLE] = KEY
         with self.lines(worker.rank) as say:
             membership: Any = Membership(
                 self.address or f"file://{self.folder}/run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -9,30 +10,42 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
+from ..transport.deadline import Deadline
 from ..transport.gloo import CONNECT_FACTOR, at_once, close_ports_at, gloo_backend, gloo_devices, num_devices
+from ..transport.job_key import CODE_BYTES, NONCE_BYTES, VARIABLE, Handshake
 
 Exchange: TypeAlias = "Callable[[str, str], Sequence[str]]"
 """Gives the text of this worker to all, under a name, and returns the texts of all workers."""
 
 
 def connect_groups(
-    places: Mapping[str, tuple[int, int]], exchange: Exchange, *, patience: timedelta, host: str | None
+    places: Mapping[str, tuple[int, int]],
+    exchange: Exchange,
+    *,
+    patience: timedelta,
+    host: str | None,
+    key: bytes | None = None,
 ) -> list[Any]:
     """Gloo backends in the order of their names; returns when all their ranks are connected.
 
     [Note: one device] A device of Gloo has a thread, a port and descriptors, so the groups share one. A lazy device
     would give larger groups few connections, but its first message to a departed rank never returns (torch 2.14).
 
+    [Note: strangers at Gloo's ports] Gloo takes any program for the rank that it gives as its own, until all ranks are
+    connected. With a key, both ends of each connection then show that they have it, before anything else is sent.
+
     Args:
         places: by name of each group, the rank of this worker in it, and its size.
         exchange: see `Exchange`; the workers of all groups call it. A RuntimeError of it ends this function.
         patience: the longest time to connect, when the addresses are known.
         host: see `gloo_backend`.
+        key: the key of the job; None: it has none.
 
     Raises:
-        RuntimeError: a rank does not connect in time.
+        RuntimeError: a rank does not connect in time, or a stranger has connected in its place.
     """
     addresses, devices = Addresses(len(places)), gloo_devices(host)
 
@@ -53,9 +66,49 @@ def connect_groups(
     try:
         _, *backends = at_once(makes, name="connecting")
         close_ports_at(addresses.published)
+        if key is not None:
+            _show_key(key, places, backends, patience)
     finally:
         devices.clear()  # the traceback of an error would keep them
     return backends
+
+
+def _show_key(key: bytes, places: Mapping[str, tuple[int, int]], backends: Sequence[Any], patience: timedelta) -> None:
+    """The three messages of `Handshake`, over all connections at once; the lower rank of each is the listener."""
+    deadline = Deadline(patience)
+    ends = [
+        (backend, rank, peer, Handshake(key, "link", name, min(rank, peer), max(rank, peer)))
+        for (name, (rank, size)), backend in zip(places.items(), backends, strict=True)
+        for peer in range(size)
+        if peer != rank
+    ]
+
+    def turn(messages: Mapping[int, bytes], num_bytes: int) -> dict[int, bytes]:
+        """Send messages, by end, and receive those of the other ends."""
+        works, received = [], {}
+        for i, (backend, _, peer, _) in enumerate(ends):
+            is_sent = i in messages
+            x = torch.frombuffer(bytearray(messages.get(i, bytes(num_bytes))), dtype=torch.uint8)
+            works.append((backend.send if is_sent else backend.recv)([x], peer, 0))
+            if not is_sent:
+                received[i] = x
+        for work in works:
+            work.wait(deadline.left_for_gloo)
+        return {i: bytes(x.tolist()) for i, x in received.items()}
+
+    hellos = {i: Handshake.hello() for i, (_, rank, peer, _) in enumerate(ends) if rank < peer}
+    asked = {i: ends[i][3].answer(hello) for i, hello in turn(hellos, NONCE_BYTES).items()}
+    answers = turn({i: answer for i, (answer, _) in asked.items()}, Handshake.ANSWER_BYTES)
+    replies = {i: ends[i][3].reply(hellos[i], answer) for i, answer in answers.items()}
+    found = turn({i: reply or bytes(CODE_BYTES) for i, reply in replies.items()}, CODE_BYTES)
+    is_theirs = {i: reply is not None for i, reply in replies.items()}
+    is_theirs |= {i: hmac.compare_digest(found[i], expected) for i, (_, expected) in asked.items()}
+    if strangers := sorted({ends[i][2] for i, is_known in is_theirs.items() if not is_known}):
+        raise RuntimeError(
+            f"a program without the key of the job has connected in place of rank {strangers[0]}: its connection is "
+            f"closed, and nothing of it was used; let a firewall or a tunnel keep strangers from the ports of Gloo, "
+            f"and set {VARIABLE} to the same secret on all workers"
+        )
 
 
 class Addresses:

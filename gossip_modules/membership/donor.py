@@ -212,7 +212,8 @@ def meet(
         return store.gather(f"{name}/{device}", rank, text, (0, 1), is_void=is_void)
 
     try:
-        (group,) = connect_groups({"": (rank, 2)}, exchange, patience=timedelta(seconds=limits.CONNECT), host=host)
+        patience = timedelta(seconds=limits.CONNECT)
+        (group,) = connect_groups({"": (rank, 2)}, exchange, patience=patience, host=host, key=store.key)
         yield group
     finally:  # a rank may be connected before the other one has read its address
         store.forget([f"{name}/{device}/{rank}" for device in range(num_devices(host))])

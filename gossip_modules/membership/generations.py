@@ -15,6 +15,7 @@ from typing import Any
 from ..transport import threads
 from ..transport.deadline import Deadline
 from ..transport.gloo import num_devices
+from ..transport.job_key import WITHOUT_KEY
 from . import limits
 from .background_log import log
 from .links import LinkTransport, alone, connect_links
@@ -161,6 +162,8 @@ class Generations:
             list(members),
             ": " + "; ".join(what) if what else "",
         )
+        if before is None and self.worker.is_founder and change.rank == 0:
+            self._warn_without_key()
         job.untold.append(change)
         return change
 
@@ -311,6 +314,7 @@ class Generations:
                 patience=timedelta(seconds=limits.CONNECT),
                 on_lost=lambda peer, error, is_closed: self._on_lost(view, peer, is_closed=is_closed),
                 host=self.job.link_host,
+                key=self.job.store.key,
             )
             transport.on_broken = lambda: self._ask_again(view)
             with worker.moved:
@@ -374,6 +378,11 @@ class Generations:
         why = f"it did not come to form generation {view.generation}"
         for worker in workers:
             self.worker.report(worker, why, may_have_ended=False, generation=view.generation)
+
+    def _warn_without_key(self) -> None:
+        """Warn once for a job, on its first worker, if strangers may reach its ports."""
+        if self.job.store.key is None and not self.job.host.startswith("127."):
+            log.warning("job %s: got workers at %s and no key: %s", self.job.name, self.job.host, WITHOUT_KEY)
 
     def _warn_of_loopback(self, view: View) -> None:
         """Warn once, before this worker is left out, if other machines cannot reach it at its address."""

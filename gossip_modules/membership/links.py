@@ -335,6 +335,7 @@ def connect_links(
     patience: timedelta,
     on_lost: Callable[[int, str, bool], None],
     host: str | None = None,
+    key: bytes | None = None,
 ) -> LinkTransport:
     """A transport over new links to these ranks, and a group over all; all ranks call it.
 
@@ -347,14 +348,15 @@ def connect_links(
         names: the names of the ranks, for errors.
         timeout: the timeout of the waits of rounds.
         patience: the longest time to connect.
-        on_lost, host: see `LinkTransport` and `gloo_backend`.
+        on_lost, host, key: see `LinkTransport`, `gloo_backend` and `connect_groups`.
 
     Raises:
-        RuntimeError: a rank does not come within `patience`.
+        RuntimeError: a rank does not come within `patience`, or a stranger comes in its place.
     """
     peers = sorted(set(peers) - {rank})
     pairs = {f"{min(rank, peer)}-{max(rank, peer)}": (int(rank > peer), 2) for peer in peers}
-    whole, *groups = connect_groups({"all": (rank, world_size), **pairs}, exchange, patience=patience, host=host)
+    places = {"all": (rank, world_size), **pairs}
+    whole, *groups = connect_groups(places, exchange, patience=patience, host=host, key=key)
     transport = ProcessGroupTransport(as_group(whole, store), device=CPU, timeout=timeout, names=names)
     transport.own_group()
     return LinkTransport(transport, dict(zip(peers, groups, strict=True)), on_lost=on_lost)

@@ -68,7 +68,9 @@ class ReplicaProcesses(NodeProcesses):
         job.shard, job.num_shards, job.together = control.rank, control.world_size, self._together
         self._has_joined = False  # as the others know
         told: dict[str, Any] = {"on_silent": self._on_silent, "on_ended": self._on_ended, **job.liveness_options}
-        self._monitor = LivenessMonitor(control.rank, job=f"{job.name}/replica", host=job.host, **told)
+        self._monitor = LivenessMonitor(
+            control.rank, job=f"{job.name}/replica", host=job.host, key=job.store.key, **told
+        )
         try:
             self._watch_processes()
         except BaseException:

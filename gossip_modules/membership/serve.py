@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..transport.bounded_listener import BACKLOG
+from ..transport.job_key import WITHOUT_KEY, key_of
 
 DEFAULT_PORT = 29400
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by address of all interfaces
@@ -36,7 +37,7 @@ def serve(port: int = DEFAULT_PORT, *, host: str = "127.0.0.1") -> dist.TCPStore
     Args:
         port: the port of its listener; 0: a free one, see `.port`.
         host: a name or an address of this machine. The store listens there only; "0.0.0.0": on all interfaces. The
-            store has no passwords, so protect its network: see the guide to security.
+            store has no passwords; with GOSSIP_JOB_KEY workers sign their values. See the guide to security.
 
     Raises:
         ValueError: `host` is no name or address of this machine.
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     port: int = options.port
     shorten_lookups()
     try:
+        key = key_of()
         store = serve(port, host=options.host)
     except (RuntimeError, ValueError) as error:
         print(f"error: {str(error).splitlines()[0]}; see --host and --port", file=sys.stderr)
@@ -85,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_name = options.host not in (*_LOOPBACK, store.host, "localhost")
     if is_name and ipaddress.ip_address(store.host).is_loopback:
         print(f"note: {options.host} is {store.host}, which only this machine reaches; see --host", file=sys.stderr)
+    is_open = options.host in _LOOPBACK or not ipaddress.ip_address(store.host).is_loopback
+    if key is None and is_open:
+        print(f"warning: got workers at {options.host} and no key: {WITHOUT_KEY}", file=sys.stderr)
     print(f"serving the membership of jobs at {options.host} on port {store.port}", flush=True)
     ended.wait()
     return 0

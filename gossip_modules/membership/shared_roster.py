@@ -15,7 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..transport.deadline import Deadline
-from ..transport.stores import BoundedStore
+from ..transport.job_key import key_of
+from ..transport.stores import BoundedStore, ForeignValueError
 from . import limits
 from .address import connect_store, store_address
 from .background_log import log
@@ -26,6 +27,7 @@ _RECONNECT_SECONDS = 1.0
 _FRESH_SECONDS = 1.0  # after which the roster is read again, even where its version is the same
 _LEAVE_SECONDS = 1.0  # for a last update to reach a store that did not answer before
 _OTHER_SECONDS = 60.0  # see [Note: other formats]
+_FOREIGN_SECONDS = 2.0  # that a newcomer waits for the members to write their roster over a stranger's
 _BRANCH_BITS = 62
 _BACK_OFF_SECONDS = 0.002  # times the number of attempts to write the roster
 
@@ -46,6 +48,11 @@ class SharedRoster:
     so in one line, and writes nothing. A newcomer ends with this error. A member trains on. It restores its roster once
     nobody has written the other one for a minute, as nobody could join its job else.
 
+    [Note: strangers in the store] With GOSSIP_JOB_KEY all values are signed: see [Note: signed values] of
+    `BoundedStore`. In front of the roster there is then a count of its writes, so that an old one is known. A member
+    that finds a foreign or an old roster says so, and restores its own. A newcomer, which does not know the count,
+    waits for this, and ends with an error if it does not come.
+
     Args:
         store: the key-value store of the workers; or "host:port", the address of `membership.serve`, or "file:path", a
             file with this address.
@@ -57,29 +64,33 @@ class SharedRoster:
         given: the argument `store`.
         worker: the id of the worker; -1: it has none yet.
         roster: as last read or written; it is not changed but replaced.
-        other_format: the error about a roster of another format in the store; empty: it has none.
+        key: the key of the job; None: it has none.
+        other_format: the error about a roster of another format, or of strangers, in the store; empty: it has none.
         num_epochs: the number of epochs of the store that this worker has met.
         ended: set when this worker has closed: exchanges end.
 
     Raises:
-        ConnectionError: the store does not answer within `timeout`.
-        ValueError: an address of another form; (`check_format`) a roster of another format.
+        ConnectionError: the store does not answer within `timeout`, or has values of strangers.
+        ValueError: an address, or a key, of another form; (`check_format`) a roster of another format.
     """
 
     def __init__(
         self, store: dist.Store | str, *, name: str, timeout: timedelta, on_partition: str = "majority"
     ) -> None:
         self.name, self.timeout, self.given, self._on_partition = name, timeout, store, on_partition
+        self.key = key_of()
         self.ended = threading.Event()
         self.worker = -1
         self.roster = Roster(on_partition)
         self._text = ""  # of `roster`, in the store
+        self._count = 0  # of writes, where rosters are signed
         self._version, self._read_at = -1, 0.0
         self._must_restore = False
-        self.other_format = ""
+        self.other_format, self._is_foreign = "", False
         self._other: tuple[str, float] = "", 0.0  # the text of another format, and when it was first read
         self._last_attempt = time.monotonic()
         self._epoch, self.num_epochs = "", 0
+        self._last_foreign, self._next_told = "", 0.0  # the last error of a connection; see `_tell_stranger`
         self._store: BoundedStore | None = None
         self._client: dist.Store
         self._updating = threading.Lock()
@@ -111,10 +122,10 @@ class SharedRoster:
             if self._store is None and not self._reconnect(deadline):
                 return False
             self._update(self._store, events, deadline)  # type: ignore[arg-type]
+        except (OtherFormatError, ForeignValueError):  # nothing was written, and the events are for later
+            return False
         except ConnectionError:
             self._store = None
-            return False
-        except OtherFormatError:  # nothing was written, and the events are for later
             return False
         finally:
             self._updating.release()
@@ -123,19 +134,24 @@ class SharedRoster:
     def _update(self, store: BoundedStore, events: Sequence[Event], deadline: Deadline) -> None:
         if events or self._must_restore or not self._read(store, deadline):
             self._write(store, events, deadline)
-        self.other_format, self._other = "", ("", 0.0)
+        self.other_format, self._is_foreign, self._other = "", False, ("", 0.0)
 
     def _read(self, store: BoundedStore, deadline: Deadline) -> bool:
         """Take over the roster in the store; returns False if this worker must restore its known roster."""
         version = store.add(self._key("version"), 0, what="reading the roster", timeout=deadline.left_for_gloo)
         if version == self._version and time.monotonic() - self._read_at < _FRESH_SECONDS:
             return True
-        value = store.get(self._key("roster"), what="reading the roster", timeout=deadline.left_for_gloo)
+        try:
+            value = store.get(self._key("roster"), what="reading the roster", timeout=deadline.left_for_gloo)
+        except ForeignValueError as error:
+            self._tell_foreign(error)
+            return False
         text = (value or b"").decode(errors="replace")
         if text != self._text:
             roster = self._parsed(text)
             if not roster.goes_on_from(self.roster, self.worker):
                 return False
+            self._count = max(self._count, self._parted(text)[0])
             self.roster, self._text = roster, text
         self._version, self._read_at = version, time.monotonic()
         return True
@@ -148,25 +164,63 @@ class SharedRoster:
             roster.restore(self.roster, self.worker, branch)
             for event in events:
                 event(roster)
-            new, limit = roster.dumps(), deadline.left_for_gloo
-            was = store.compare_set(self._key("roster"), text, new, what="writing the roster", timeout=limit)
-            text, before = was.decode(errors="replace"), text
-            if text == new:
+            new, limit, is_text = self._counted(roster, text), deadline.left_for_gloo, True
+            before = text
+            try:
+                was = store.compare_set(self._key("roster"), text, new, what="writing the roster", timeout=limit)
+                text = was.decode(errors="replace")
+                is_text = text.encode() == was
+            except ForeignValueError as error:
+                self._tell_foreign(error)
+                is_text = False
+            if text == new and is_text:
                 break
             if deadline.is_over:
                 raise ConnectionError(f"other workers write the roster of job {self.name!r} again and again")
-            if text.encode() != was:  # it is no text, with which the store could compare it
+            if not is_text:  # the store cannot compare it
                 store.delete(self._key("roster"), what="writing the roster", timeout=deadline.left_for_gloo)
                 text = ""
             time.sleep(random.uniform(0.0, _BACK_OFF_SECONDS * num_attempts))
         if new != before:
             store.add(self._key("version"), 1, what="writing the roster", timeout=deadline.left_for_gloo)
+        self._count = self._parted(new)[0]
         self.roster, self._text, self._must_restore = roster, new, False
 
     def check_format(self) -> None:
-        """Raise ValueError if the store has a roster of another format."""
-        if not self.update() and self.other_format:
-            raise ValueError(self.other_format)
+        """Raise ValueError if the store has a roster of another format, or a stranger's."""
+        deadline = Deadline(timedelta(seconds=_FOREIGN_SECONDS))
+        while not self.update() and self.other_format:
+            if deadline.is_over or not self._is_foreign:
+                raise ValueError(self.other_format)
+            time.sleep(limits.POLL)
+
+    def _counted(self, roster: Roster, before: str) -> str:
+        """The text of a roster that follows another text."""
+        if self.key is None:
+            return roster.dumps()
+        (count, same), text = self._parted(before), roster.dumps()
+        return before if text == same else f"{max(self._count, count) + 1} {text}"
+
+    def _parted(self, text: str) -> tuple[int, str]:
+        """The count of a text, 0 without a key, and the rest; see [Note: strangers in the store]."""
+        if self.key is None or not text:
+            return 0, text
+        count, _, rest = text.partition(" ")
+        return int(count), rest  # it is signed
+
+    def _tell_foreign(self, error: ForeignValueError) -> None:
+        """Say it; raises the error if this worker is no member, which could restore the roster."""
+        self.other_format, self._is_foreign = f"job {self.name!r}: {error}", True
+        if not self.roster.is_member(self.worker):
+            raise error
+        self._tell_stranger(str(error))
+
+    def _tell_stranger(self, what: str) -> None:
+        """At most once in a minute."""
+        now = time.monotonic()
+        if now >= self._next_told:
+            self._next_told = now + _OTHER_SECONDS
+            log.error("job %s: %s; this worker restores its own roster", self.name, what)
 
     def _parsed(self, text: str) -> Roster:
         """The roster of a text; an empty roster if the text cannot be read.
@@ -174,6 +228,10 @@ class SharedRoster:
         Raises:
             OtherFormatError: [Note: other formats].
         """
+        count, text = self._parted(text)
+        if 0 < count < self._count and self.roster.is_member(self.worker):
+            self._tell_stranger("a stranger has put an old roster back into the store")
+            return Roster(self._on_partition)
         try:
             return Roster.loads(text) if text else Roster(self._on_partition)
         except OtherFormatError as error:
@@ -301,8 +359,8 @@ class SharedRoster:
         while True:
             try:
                 return self._connect(deadline)
-            except ConnectionError:
-                if deadline.is_over or not isinstance(self.given, str):
+            except ConnectionError as error:
+                if deadline.is_over or not isinstance(self.given, str) or isinstance(error, ForeignValueError):
                     raise
             time.sleep(0.05)
 
@@ -313,19 +371,23 @@ class SharedRoster:
         self._last_attempt = now
         try:
             self._connect(deadline)
-        except (ConnectionError, dist.DistError, RuntimeError):
+        except (ConnectionError, dist.DistError, RuntimeError) as error:
+            if isinstance(error, ForeignValueError) and str(error) != self._last_foreign:
+                self._last_foreign = str(error)
+                log.error("job %s: %s; this worker trains on, but nobody can join it", self.name, error)
             return False
+        self._last_foreign = ""
         return True
 
     def _connect(self, deadline: Deadline) -> None:
         given = self.given
         if isinstance(given, str):
             given = connect_store(given, self.timeout, was_lost=self.num_epochs > 0, deadline=deadline)
-        store = BoundedStore(given, timeout=self.timeout)
+        store = BoundedStore(given, timeout=self.timeout, key=self.key)
         mine, left = secrets.token_hex(8), deadline.left_for_gloo
         epoch = store.compare_set(self._key("epoch"), "", mine, what="joining the job", timeout=left).decode()
         if epoch != self._epoch:
             self._must_restore = self.roster.view is not None
             self.num_epochs, self._epoch = self.num_epochs + 1, epoch
-            self._text, self._version = "", -1
+            self._text, self._version, self._count = "", -1, 0
         self._store, self._client = store, given

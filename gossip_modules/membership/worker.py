@@ -156,9 +156,10 @@ class LocalWorker:
         return self.id in self.roster.present()
 
     def start_liveness(self) -> LivenessMonitor:
-        generations, options = self.generations, self.job.liveness_options
-        told = {"on_silent": generations.on_silent, "on_ended": generations.on_ended}
-        self.liveness = LivenessMonitor(self.id, job=self.job.name, host=self.job.host, **told, **options)  # type: ignore[arg-type]
+        job, generations = self.job, self.generations
+        options: dict[str, Any] = {**job.liveness_options, "key": job.store.key}
+        options |= {"on_silent": generations.on_silent, "on_ended": generations.on_ended}
+        self.liveness = LivenessMonitor(self.id, job=job.name, host=job.host, **options)
         return self.liveness
 
     def say(self, event: Callable[Concatenate[Roster, P], None], *arguments: P.args, **options: P.kwargs) -> None:
@@ -259,7 +260,7 @@ class LocalWorker:
         """The signs of life of these workers, by id; empty where no descriptor is left here."""
         contacts = {member.id: member.contact for member in members}
         try:
-            return probe(contacts, job=digest(self.job.name), seconds=limits.PROBE)
+            return probe(contacts, job=digest(self.job.name), seconds=limits.PROBE, key=self.job.store.key)
         except OSError:
             return {}
 

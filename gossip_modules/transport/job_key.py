@@ -11,6 +11,10 @@ VARIABLE = "GOSSIP_JOB_KEY"
 MIN_BYTES = 16
 CODE_BYTES = hashlib.sha256().digest_size
 NONCE_BYTES = 16
+WITHOUT_KEY = (
+    f"a program that reaches their ports can change the model; set {VARIABLE} to the same secret on all of them, as by "
+    f"`export {VARIABLE}=$(openssl rand -hex 16)`, and let a firewall admit only the machines of the job"
+)
 
 
 def key_of(key: str | bytes | None = None) -> bytes | None:
@@ -27,14 +31,14 @@ def key_of(key: str | bytes | None = None) -> bytes | None:
     if found is not None and not (isinstance(found, bytes) and len(found) >= MIN_BYTES):
         size = f"of {len(found)} bytes" if isinstance(found, bytes) else f"of type {type(found).__name__}"
         raise ValueError(
-            f"got {source} {size}, expected a secret text of at least {MIN_BYTES} bytes, the same for all workers; make "
-            f"one with `openssl rand -hex 16`; for a job without a key unset {VARIABLE}"
+            f"got {source} {size}, expected a secret text of at least {MIN_BYTES} bytes, the same for all workers; "
+            f"make one with `openssl rand -hex 16`; for a job without a key unset {VARIABLE}"
         )
     return found
 
 
 def code_of(key: bytes | None, *names: object, content: bytes | memoryview = b"") -> bytes:
-    """The code of a content under names, 32 bytes: HMAC-SHA256 under a key; None: the SHA-256 digest, which binds nobody.
+    """The code of a content under names, 32 bytes: HMAC-SHA256 under the key, or without one the SHA-256 digest.
 
     [Note: one law for codes] All codes of the library are made here: of objects in a mailbox, of values in a key-value
     store, and of messages to a port. The names tell these kinds apart, so a code of one is of no use for another. A

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import threading
 import time
@@ -16,11 +17,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .job_key import CODE_BYTES, VARIABLE, code_of, key_of
 from .threads import CallThread
 
 T = TypeVar("T")
 _NOTHING = "\0"  # stands under no key; as the expected value it changes nothing
 _REQUEST = timedelta(seconds=0.4)  # of ranks that fail, which must end in time
+_SIGNED = b"gossip-signed "  # begins a value with a code
+
+
+class ForeignValueError(ConnectionError):
+    """A value in a key-value store has no code, or none of this key at this place."""
 
 
 class BoundedStore:
@@ -32,17 +39,27 @@ class BoundedStore:
     later request fails once the earlier one has been under way for the later one's timeout. Stores without a server, in
     memory or in a file, are asked directly.
 
+    [Note: signed values] torch's TCPStore knows no passwords, so a stranger can write there. With a key each value has
+    a code of its place and of itself in front, and another value is an error where it is read. Numbers that `add`
+    changes have none, as the store itself adds. A stranger who can read can put an old value of the same place back;
+    names of places therefore have numbers that do not come again, such as the id of a worker or the number of a
+    generation, and `SharedRoster` counts its values. A stranger can also delete values.
+
     Args:
         store: a store of any kind.
         timeout: the limit of each request without its own; None: the store's own.
+        key: see [Note: signed values]; None: values have no codes.
+        place: the name of the keys in `store`, for codes.
 
     Attributes:
         address: the address of the store, for error messages.
         port: the port of the server of a TCPStore; None: another store.
     """
 
-    def __init__(self, store: dist.Store, *, timeout: timedelta | None = None) -> None:
-        self._store = store
+    def __init__(
+        self, store: dist.Store, *, timeout: timedelta | None = None, key: bytes | None = None, place: str = ""
+    ) -> None:
+        self._store, self._secret, self._place = store, key, place
         self._timeout: timedelta = store.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         base = store
         while isinstance(base, dist.PrefixStore):
@@ -68,15 +85,22 @@ class BoundedStore:
 
     def set(self, key: str, value: str | bytes, *, what: str, timeout: timedelta | None = None) -> None:
         """Put `value` under `key`. See `add`."""
-        self._ask(lambda: self._store.set(key, value), what, timeout)  # type: ignore[arg-type]
+        signed = self._signed(key, value)
+        self._ask(lambda: self._store.set(key, signed), what, timeout)  # type: ignore[arg-type]
 
     def get(self, key: str, *, what: str, timeout: timedelta | None = None) -> bytes | None:
-        """What is under `key`; None: nothing. Waits for the answer, never for the key. See `add`."""
-        return self._ask(partial(self._read, key), what, timeout)
+        """What is under `key`; None: nothing. Waits for the answer, never for the key. See `add`.
+
+        Raises:
+            ForeignValueError: [Note: signed values].
+        """
+        value = self._ask(partial(self._read, key), what, timeout)
+        return None if value is None else self._opened(key, value)
 
     def get_all(self, keys: Sequence[str], *, what: str, timeout: timedelta | None = None) -> list[bytes] | None:
-        """The values under all keys; None: one is not there. Waits for the answer, never for a key. See `add`."""
-        return self._ask(partial(self._get_all, list(keys)), what, timeout)
+        """The values under all keys; None: one is not there. Waits for the answer, never for a key. See `get`."""
+        values = self._ask(partial(self._get_all, list(keys)), what, timeout)
+        return None if values is None else [self._opened(*pair) for pair in zip(keys, values, strict=True)]
 
     def _get_all(self, keys: list[str]) -> list[bytes] | None:
         if not self._store.check(keys):
@@ -91,7 +115,7 @@ class BoundedStore:
 
     def tell(self, key: str, value: str) -> None:
         """Put `value` under `key`, if the store answers, without waiting for it."""
-        request = partial(self._store.set, key, value)
+        request = partial(self._store.set, key, self._signed(key, value))  # type: ignore[arg-type]
         if self._client is not None:
             self._client.tell(request)
             return
@@ -99,8 +123,9 @@ class BoundedStore:
             request()
 
     def compare_set(self, key: str, expected: str, value: str, *, what: str, timeout: timedelta | None = None) -> bytes:
-        """Put `value` under `key` if `expected` is there ("": nothing); returns the value afterwards. See `add`."""
-        return self._ask(lambda: self._store.compare_set(key, expected, value), what, timeout)
+        """Put `value` under `key` if `expected` is there ("": nothing); returns the value afterwards. See `get`."""
+        texts = [self._signed(key, text).decode() if text else "" for text in (expected, value)]
+        return self._opened(key, self._ask(lambda: self._store.compare_set(key, *texts), what, timeout))
 
     def delete(self, key: str, *, what: str, timeout: timedelta | None = None) -> None:
         """Take `key` away, if it is there. See `add`."""
@@ -113,6 +138,30 @@ class BoundedStore:
     def check(self, key: str, *, what: str, timeout: timedelta | None = None) -> bool:
         """Whether there is anything under `key`. See `add`."""
         return self._ask(lambda: self._store.check([key]), what, timeout)
+
+    def _signed(self, key: str, value: str | bytes) -> bytes:
+        content = value.encode() if isinstance(value, str) else value
+        if self._secret is None:
+            return content
+        code = code_of(self._secret, "store", self._place, key, content=content)
+        return b"".join([_SIGNED, code.hex().encode(), b" ", content])
+
+    def _opened(self, key: str, value: bytes) -> bytes:
+        if not value or (self._secret is None and not value.startswith(_SIGNED)):
+            return value
+        code, _, content = value[len(_SIGNED) :].partition(b" ")
+        is_signed = value.startswith(_SIGNED) and len(code) == 2 * CODE_BYTES
+        if self._secret is not None and is_signed:
+            own = code_of(self._secret, "store", self._place, key, content=content)
+            if hmac.compare_digest(code, own.hex().encode()):
+                return content
+        place = f"{self._place}/{key}" if self._place else key
+        has = "is signed, and this process has no key" if self._secret is None else "is not signed with this job's key"
+        raise ForeignValueError(
+            f"the value of {place!r} in the key-value store at {self.address} {has}: it is not used; set {VARIABLE} to "
+            "the same secret on all workers; if it is, a stranger has written it: let a firewall or a tunnel keep "
+            "strangers from the store, and start the store again"
+        )
 
     def _ask(self, request: Callable[[], T], what: str, timeout: timedelta | None) -> T:
         seconds = (timeout or self._timeout).total_seconds()
@@ -316,4 +365,8 @@ def store_of(group: dist.ProcessGroup, prefix: str) -> BoundedStore | None:
         store = dist.distributed_c10d._world.pg_map[group][1] if is_of_job(group) else group.get_group_store()
     except (AttributeError, RuntimeError):  # an older torch, or a group without
         return None
-    return None if store is None else BoundedStore(dist.PrefixStore(prefix, store), timeout=_REQUEST)
+    if store is None:
+        return None
+    name = dist.distributed_c10d._world.pg_names[group] if is_of_job(group) else ""
+    prefixed = dist.PrefixStore(prefix, store)
+    return BoundedStore(prefixed, timeout=_REQUEST, key=key_of(), place=f"{name}/{prefix}")

@@ -13,28 +13,23 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...transport.job_key import CODE_BYTES, NONCE_BYTES, Handshake, code_of
+
 Address = tuple[str, int]
 SECRET_BYTES = 16
-PACKET = struct.Struct("!8sQ16s")  # the job, the worker that it is about, and a code that only the job can compute
-_NUM_PUBLIC = 16  # bytes of a packet that are no secret
-
-
-class Packet(enum.Enum):
-    """The messages of liveness; the code of one kind is of no use for another."""
-
-    GREETING = b"greeting"  # of a listener: it is this worker's
-    WATCH = b"watch"  # the answer: the connection is one of a worker of this job
+HELLO = struct.Struct(f"!8sQ{NONCE_BYTES}s")  # the job, the worker whose listener it is, and a nonce of the connection
+_NUM_PUBLIC = HELLO.size - NONCE_BYTES
+GREETING_BYTES = HELLO.size + CODE_BYTES
 
 
 @dataclass(frozen=True)
 class Contact:
     """The address of a worker, and its secret for identification.
 
-    [Note: secrets of workers] Each worker draws a random number. The others read it in the roster. A packet has a code
-    of the number (HMAC-SHA256), not the number itself. So a stranger cannot learn the number from a connection, and
-    cannot speak in the name of the worker. A program that reads the store, or the traffic between workers, can. So can
-    one that has recorded a greeting, and listens at the same address and port after the end of the worker, as packets
-    have no nonce.
+    [Note: secrets of workers] Each worker draws a random number. The others read it in the roster. Both ends of a
+    connection to the worker show that they know it, by a `Handshake`, which shows it to nobody and fits no other
+    connection. So a stranger cannot speak in the name of the worker. A program that reads the store, or the traffic
+    between workers, can, unless the job has a key: then the secret is a code of the number under the key.
 
     Attributes:
         worker: its id.
@@ -46,17 +41,54 @@ class Contact:
     address: Address
     secret: bytes = field(repr=False)
 
-    def packet(self, kind: Packet, job: bytes) -> bytes:
-        """The packet of this kind about this worker; `job`: see `digest`."""
-        code = hmac.digest(self.secret, kind.value + struct.pack("!8sQ", job, self.worker), "sha256")
-        return PACKET.pack(job, self.worker, code)
+    def handshake(self, job: bytes, key: bytes | None) -> Handshake:
+        """The handshake of a connection to this worker; `job`: see `digest`; `key`: of the job."""
+        secret = self.secret if key is None else code_of(key, "liveness", content=self.secret)
+        return Handshake(secret, "liveness", job.hex(), self.worker)
+
+    def hello(self, job: bytes, nonce: bytes) -> bytes:
+        """The first message of the listener of this worker."""
+        return HELLO.pack(job, self.worker, nonce)
 
 
-def is_packet(heard: bytes, expected: bytes) -> bool | None:
-    """Whether `heard` begins with the expected packet; None: it may, once more of it has come."""
-    if not expected[:_NUM_PUBLIC].startswith(heard[:_NUM_PUBLIC]):
-        return False
-    return hmac.compare_digest(heard[: PACKET.size], expected) if len(heard) >= PACKET.size else None
+class Greeting:
+    """The messages of one connection to a worker, at the end that connects; none of them is kept but the greeting.
+
+    Args:
+        contact: the contact of the worker.
+        job, key: see `Contact.handshake`.
+
+    Attributes:
+        answer: to send, once the hello of the worker has come; empty: it has not, or this was sent.
+        is_whole: whether the worker has shown that it is there; None: not yet; False: another program is.
+        has_hello: whether a program that says so has that port; it may be a stranger.
+    """
+
+    def __init__(self, contact: Contact, job: bytes, key: bytes | None) -> None:
+        self._public, self._handshake = contact.hello(job, b"")[:_NUM_PUBLIC], contact.handshake(job, key)
+        self._received, self._expected, self.answer = b"", b"", b""
+        self.is_whole: bool | None = None
+        self.has_hello = False
+
+    def take(self, data: bytes) -> bytes:
+        """Take in bytes as they come; returns those after the greeting."""
+        self._received, rest = self._received + data[: (left := GREETING_BYTES - len(self._received))], data[left:]
+        if self.is_whole is not None:
+            return rest
+        heard = self._received[: HELLO.size]
+        if not self._public.startswith(heard[:_NUM_PUBLIC]):
+            self.is_whole = False
+        elif len(heard) == HELLO.size and not self.has_hello:
+            self.has_hello = True
+            self.answer, self._expected = self._handshake.answer(heard[_NUM_PUBLIC:])
+        if len(self._received) == GREETING_BYTES:
+            self.is_whole = hmac.compare_digest(self._received[HELLO.size :], self._expected)
+        return rest
+
+    def taken(self) -> bytes:
+        """The answer, once."""
+        answer, self.answer = self.answer, b""
+        return answer
 
 
 def digest(job: str) -> bytes:
@@ -72,26 +104,29 @@ class LifeSign(enum.Enum):
     SILENT = "is silent"  # it is stopped, or its machine is out of reach
 
 
-def probe(contacts: Mapping[int, Contact], *, job: bytes, seconds: float) -> dict[int, LifeSign]:
+def probe(
+    contacts: Mapping[int, Contact], *, job: bytes, seconds: float, key: bytes | None = None
+) -> dict[int, LifeSign]:
     """Connect to the listeners of workers of a job; returns when one has answered, or all are known to have ended.
 
     Args:
         contacts: the contacts of the workers, by id.
-        job: see `digest`.
+        job, key: see `Contact.handshake`.
         seconds: the longest wait.
 
     Returns:
         The signs of life, by id.
     """
-    signs, received = dict.fromkeys(contacts, LifeSign.SILENT), dict.fromkeys(contacts, b"")
+    signs = dict.fromkeys(contacts, LifeSign.SILENT)
+    greetings = {worker: Greeting(contact, job, key) for worker, contact in contacts.items()}
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
         for worker, contact in contacts.items():
             if (connection := connect(contact.address)) is not None:
                 selector.register(connections.enter_context(connection), selectors.EVENT_READ, worker)
         while selector.get_map() and LifeSign.LIVES not in signs.values() and time.monotonic() < deadline:
-            for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
-                worker, other = key.data, key.fileobj
+            for event, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
+                worker, other = event.data, event.fileobj
                 assert isinstance(other, socket.socket)
                 try:
                     data = other.recv(64)
@@ -100,11 +135,13 @@ def probe(contacts: Mapping[int, Contact], *, job: bytes, seconds: float) -> dic
                 except OSError:  # no route, or no answer: nothing shows that the process has ended
                     selector.unregister(other)
                     continue
-                received[worker] += data
-                is_greeting = is_packet(received[worker], contacts[worker].packet(Packet.GREETING, job))
-                if is_greeting:
+                greeting = greetings[worker]
+                greeting.take(data)
+                if answer := greeting.taken():
+                    send(other, answer)
+                if greeting.is_whole:
                     signs[worker] = LifeSign.LIVES
-                elif not data or is_greeting is False:
+                elif not data or greeting.is_whole is False:
                     signs[worker] = LifeSign.ENDED
                     selector.unregister(other)
     return signs
@@ -126,3 +163,9 @@ def connect(address: Address) -> socket.socket | None:
         connection.close()
         return None
     return connection
+
+
+def send(other: socket.socket, data: bytes) -> None:
+    """Send a few bytes, unless the other end has gone, as the next read shows, or reads nothing."""
+    with contextlib.suppress(OSError):
+        other.send(data)

@@ -20,8 +20,9 @@ from types import MethodType
 from typing import ParamSpec
 
 from ...transport.bounded_listener import BACKLOG, HANDSHAKE_SECONDS, MIN_CONNECTIONS, BoundedListener
+from ...transport.job_key import Handshake
 from ..background_log import log
-from .contact import PACKET, SECRET_BYTES, Contact, Packet, connect, digest, is_packet
+from .contact import SECRET_BYTES, Contact, Greeting, connect, digest, send
 
 P = ParamSpec("P")
 _BEAT, _LEAVING = b"+", b"."
@@ -38,16 +39,15 @@ class _Peer:
     """A watched worker, and the connection to its listener; only the thread of `LivenessMonitor` uses `socket`."""
 
     contact: Contact
-    greeting: bytes  # of its listener
+    greeting: Greeting  # of the present connection
     last: float  # when it was heard
     deadline: float  # seconds of silence, as of the last beat
     was_heard: bool = False
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
     must_connect: bool = True
     socket: socket.socket | None = None
-    was_greeted: bool = False  # on this connection or the one before
-    received: bytes = b""  # the greeting of this connection, as far as it has come
-    latest: bytes = b""  # the last byte after it
+    was_greeted: bool = False  # on this connection or one before
+    latest: bytes = b""  # the last byte after the greeting
     closed_at: float | None = None  # without notice
 
     @property
@@ -63,6 +63,7 @@ class _Inbound:
     socket: socket.socket
     host: str
     since: float
+    nonce: bytes
     received: bytes = b""
     has_asked: bool = False
 
@@ -86,9 +87,10 @@ class LivenessMonitor:
     keep them open until the last of them has ended. The connections of the monitor are closed in the child, so they
     close with the parent.
 
-    [Note: strangers at a listener] A listener greets each connection. A worker of the job answers with a packet and
-    gets heartbeats from then on: this connection is kept. Strangers cannot make the packet. All others are bounded in
-    number, by `BoundedListener`, and in time, by HANDSHAKE_SECONDS. If a connection closes between the greeting and the
+    [Note: strangers at a listener] A listener and the worker that connects show each other that they know the secret
+    of the listener's worker: see `Handshake`. The listener begins. From then on it sends heartbeats, and the connection
+    is kept. Strangers cannot answer. All others are bounded in
+    number, by `BoundedListener`, and in time, by HANDSHAKE_SECONDS. If a connection closes between the hello and the
     first heartbeat, the listener may have made room for another connection. So the watcher connects again. If the
     machine refuses the connection, the process has ended.
 
@@ -101,6 +103,7 @@ class LivenessMonitor:
         on_ended: called once by the thread, with a worker after the end of its process.
         interval: seconds between two heartbeats.
         floor: the shortest deadline, in seconds.
+        key: the key of the job; None: it has none.
 
     Attributes:
         contact: the contact of this worker.
@@ -119,11 +122,13 @@ class LivenessMonitor:
         on_ended: Callable[[int], None],
         interval: float = 0.05,
         floor: float = 0.2,
+        key: bytes | None = None,
     ) -> None:
         listener = socket.create_server((host, 0), backlog=BACKLOG)
         listener.setblocking(False)
         self.contact = Contact(worker, (host, listener.getsockname()[1]), secrets.token_bytes(SECRET_BYTES))
-        self._job, self._interval, self._floor = digest(job), interval, floor
+        self._job, self._key, self._interval, self._floor = digest(job), key, interval, floor
+        self._handshake = self.contact.handshake(self._job, key)
         self.lock = threading.Lock()  # of `_peers`
         self._peers: dict[int, _Peer] = {}
         self._connected: set[_Peer] = set()
@@ -185,8 +190,7 @@ class LivenessMonitor:
                 held.close()
 
     def _peer(self, contact: Contact) -> _Peer:
-        greeting = contact.packet(Packet.GREETING, self._job)
-        return _Peer(contact, greeting, time.monotonic(), self._deadline(()))
+        return _Peer(contact, Greeting(contact, self._job, self._key), time.monotonic(), self._deadline(()))
 
     def _deadline(self, gaps: deque[float] | tuple[float, ...]) -> float:
         if len(gaps) < _MIN_GAPS:
@@ -204,7 +208,7 @@ class LivenessMonitor:
                     self._is_closed.wait(self._interval)
             for caller in (*self._strangers, *self._watchers):
                 if self.is_leaving:
-                    _send(caller.socket, _LEAVING)
+                    send(caller.socket, _LEAVING)
                 self._disconnect(caller)
             for peer in tuple(self._connected):
                 self._drop(peer)
@@ -213,7 +217,7 @@ class LivenessMonitor:
     def _turn(self) -> None:
         for key, _ in self._selector.select(max(self._next_turn() - time.monotonic(), 0.0)):
             key.data()
-        for peer in [peer for peer in self._connected if len(peer.received) == PACKET.size]:
+        for peer in [peer for peer in self._connected if peer.greeting.is_whole]:
             self._read(peer)  # [Note: quiet reading]
         now = time.monotonic()
         if now - self._last_beat >= self._interval:
@@ -244,7 +248,7 @@ class LivenessMonitor:
                     peer.deadline = self._deadline(peer.gaps)
         self._num_beats += 1
         for watcher in self._watchers:
-            _send(watcher.socket, _BEAT)
+            send(watcher.socket, _BEAT)
         if self._listener.is_due():
             for caller in [caller for caller in self._strangers if caller.since <= now - HANDSHAKE_SECONDS]:
                 self._disconnect(caller)
@@ -262,7 +266,7 @@ class LivenessMonitor:
 
     def _connect(self, peer: _Peer) -> None:
         peer.socket = connect(peer.contact.address)
-        peer.must_connect, peer.received, peer.latest = False, b"", b""
+        peer.must_connect, peer.greeting, peer.latest = False, Greeting(peer.contact, self._job, self._key), b""
         if peer.socket is not None:
             self._connected.add(peer)
             self._selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, peer))
@@ -281,21 +285,22 @@ class LivenessMonitor:
             return
         except OSError:  # reset, or no route
             data = b""
-        had_greeting, received = len(peer.received) == PACKET.size, peer.received + data
-        peer.received, beats = received[: PACKET.size], received[PACKET.size :]
-        is_greeting = is_packet(peer.received, peer.greeting)
-        if is_greeting and not had_greeting:
-            self.has_met = peer.was_greeted = True
+        greeting, was_whole = peer.greeting, peer.greeting.is_whole
+        beats = greeting.take(data)
+        if answer := greeting.taken():
+            peer.was_greeted = True
+            send(peer.socket, answer)
+        if greeting.is_whole and not was_whole:
+            self.has_met = True
             with contextlib.suppress(OSError):  # Windows has no such option, and wakes for each heartbeat
                 peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _MAX_BYTES)
-            _send(peer.socket, peer.contact.packet(Packet.WATCH, self._job))
-        if is_greeting and beats:
+        if greeting.is_whole and beats:
             self._note_beat(peer, now)
             peer.latest = beats[-1:]
         if not data:
-            peer.must_connect = bool(is_greeting) and not peer.latest
+            peer.must_connect = greeting.has_hello and greeting.is_whole is not False and not peer.latest
             peer.closed_at = now if peer.latest == _BEAT else None
-        if not data or is_greeting is False or beats.strip(_BEAT + _LEAVING):
+        if not data or greeting.is_whole is False or beats.strip(_BEAT + _LEAVING):
             self._drop(peer)
 
     def _note_beat(self, peer: _Peer, now: float) -> None:
@@ -314,14 +319,14 @@ class LivenessMonitor:
     # Connections of others.
 
     def _greet(self, other: socket.socket, host: str) -> None:
-        caller = _Inbound(other, host, time.monotonic())
+        caller = _Inbound(other, host, time.monotonic(), Handshake.hello())
         self._strangers.add(caller)
         self._selector.register(other, selectors.EVENT_READ, partial(self._receive_from, caller))
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _send(other, self.contact.packet(Packet.GREETING, self._job))
+        send(other, self.contact.hello(self._job, caller.nonce))
 
     def _receive_from(self, caller: _Inbound) -> None:
-        """A caller sends the answer to the greeting, and nothing after that; or it has gone."""
+        """A caller sends the answer to the hello, and nothing after that; or it has gone."""
         if caller not in self._strangers:
             if caller in self._watchers:
                 self._disconnect(caller)
@@ -333,26 +338,21 @@ class LivenessMonitor:
         except OSError:
             data = b""
         caller.received += data
-        is_watcher = is_packet(caller.received, self.contact.packet(Packet.WATCH, self._job))
-        if not data or is_watcher is False or len(caller.received) > PACKET.size:
-            self._disconnect(caller)
-        elif is_watcher:
+        is_whole = len(caller.received) == Handshake.ANSWER_BYTES
+        reply = self._handshake.reply(caller.nonce, caller.received) if is_whole else None
+        if reply is not None:
             self._strangers.discard(caller)
             self._watchers.add(caller)
-            caller.has_asked = True
-            _send(caller.socket, _BEAT)
+            caller.has_asked, caller.received = True, b""
+            send(caller.socket, reply + _BEAT)
+        elif not data or len(caller.received) >= Handshake.ANSWER_BYTES:
+            self._disconnect(caller)
 
     def _disconnect(self, caller: _Inbound) -> None:
         self._strangers.discard(caller)
         self._watchers.discard(caller)
         self._selector.unregister(caller.socket)
         caller.socket.close()
-
-
-def _send(other: socket.socket, data: bytes) -> None:
-    """Send a few bytes, unless the other end has gone, as the next read shows, or reads nothing."""
-    with contextlib.suppress(OSError):
-        other.send(data)
 
 
 def _weak(function: Callable[P, None]) -> Callable[[], Callable[P, None] | None]:

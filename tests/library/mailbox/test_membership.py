@@ -35,7 +35,9 @@ def test_arguments_out_of_range_are_refused(name: str, value: object, expected: 
         Membership("memory://arguments", **options)
 
 
-@pytest.mark.parametrize(("key", "shown"), [("", "of 0 bytes"), (b"fifteen bytes !", "of 15 bytes"), (5, "of type int")])
+@pytest.mark.parametrize(
+    ("key", "shown"), [("", "of 0 bytes"), (b"fifteen bytes !", "of 15 bytes"), (5, "of type int")]
+)
 def test_a_key_that_is_no_secret_is_refused_and_not_shown(key: Any, shown: str) -> None:
     with pytest.raises(ValueError, match=rf"got key {shown}, expected a secret text of at least 16 bytes"):
         Membership("memory://arguments", min_workers=1, key=key)
@@ -44,7 +46,9 @@ def test_a_key_that_is_no_secret_is_refused_and_not_shown(key: Any, shown: str) 
 def test_a_variable_without_a_value_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job script that exports a secret which is not there must not start a run that anyone can change."""
     monkeypatch.setenv("GOSSIP_JOB_KEY", "")
-    with pytest.raises(ValueError, match=r"got GOSSIP_JOB_KEY of 0 bytes, expected a secret .*; .* unset GOSSIP_JOB_KEY"):
+    with pytest.raises(
+        ValueError, match=r"got GOSSIP_JOB_KEY of 0 bytes, expected a secret .*; .* unset GOSSIP_JOB_KEY"
+    ):
         Membership("memory://arguments", min_workers=1)
 
 

@@ -50,7 +50,14 @@ class Storm:
         self.anchors: dict[int, dict[int, Tensor]] = {}  # by the number of rounds in the memory: by worker
         self.waits: list[float] = []
         self.run = MailRun(
-            opens=self.open, seed=seed, key=b"key of these tests", grace=GRACE, poll=POLL, quorum=2, interval=3.0, timeout=500.0
+            opens=self.open,
+            seed=seed,
+            key=b"key of these tests",
+            grace=GRACE,
+            poll=POLL,
+            quorum=2,
+            interval=3.0,
+            timeout=500.0,
         )
         self.speeds = [self.draw.choice([0.3, 1.0, 1.0, 4.0]) for _ in range(4)]
         self.deaths = {self.draw.randrange(4): self.draw.randrange(5, NUM_STEPS)} if self.draw.random() < 0.7 else {}

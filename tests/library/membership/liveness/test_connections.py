@@ -13,13 +13,23 @@ from typing import Any
 import pytest
 
 from gossip_modules.membership.liveness import monitor
-from gossip_modules.membership.liveness.contact import PACKET, Contact, Packet, digest
+from gossip_modules.membership.liveness.contact import (
+    GREETING_BYTES,
+    HELLO,
+    Contact,
+    Greeting,
+    LifeSign,
+    digest,
+    probe,
+)
 from gossip_modules.membership.liveness.monitor import LivenessMonitor
 from gossip_modules.transport import bounded_listener
 from gossip_modules.transport.bounded_listener import MIN_CONNECTIONS
+from gossip_modules.transport.job_key import Handshake
 
 SECONDS = 30.0
 JOB = digest("job")
+KEY = b"the key of the job"
 Beats = Callable[..., LivenessMonitor]
 
 
@@ -68,12 +78,67 @@ def call(mine: LivenessMonitor) -> socket.socket:
 # What a stranger can say.
 
 
-def test_packets_of_one_kind_tell_nothing_of_another() -> None:
-    contact = Contact(1, ("127.0.0.1", 1), bytes(range(16)))
-    packets = {contact.packet(kind, JOB) for kind in Packet}
-    assert len(packets) == len(Packet)
-    assert contact.secret not in b"".join(packets)
-    assert "secret" not in repr(contact)
+def greet(mine: LivenessMonitor, watcher: socket.socket, key: bytes | None = None) -> tuple[bytes, bytes]:
+    """What a worker with this key sends to the listener, and the greeting that comes."""
+    greeting = Greeting(mine.contact, JOB, key)
+    hello = read(watcher, HELLO.size)
+    assert greeting.take(hello) == b""
+    answer = greeting.taken()
+    watcher.sendall(answer)
+    rest = read(watcher, GREETING_BYTES - HELLO.size)
+    greeting.take(rest)
+    assert greeting.is_whole or not rest
+    return answer, hello + rest
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        return read(stranger, 1) == b""
+    return True
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no-key", "key"])
+def test_what_was_said_over_one_connection_is_refused_over_another(key: bytes | None, beats: Beats) -> None:
+    """A recorded answer is refused by the listener, and a recorded greeting by the worker that connects."""
+    mine = beats(0, key=key)
+    with call(mine) as watcher:
+        answer, greeting = greet(mine, watcher, key)
+        assert read(watcher, 1) == b"+"
+    with call(mine) as stranger:
+        read(stranger, HELLO.size)
+        stranger.sendall(answer)
+        assert is_closed(stranger)
+    assert not mine._watchers
+    again = Greeting(mine.contact, JOB, key)
+    again.take(greeting)
+    assert (again.has_hello, again.is_whole) == (True, False)
+    assert mine.contact.secret not in answer + greeting
+    assert "secret" not in repr(mine.contact)
+
+
+@pytest.mark.parametrize("theirs", [None, b"another key of a job"], ids=["no-key", "another-key"])
+def test_a_stranger_with_the_roster_and_without_the_key_is_refused_by_both_ends(
+    theirs: bytes | None, beats: Beats
+) -> None:
+    mine, stranger = beats(0, key=KEY), beats(1, key=theirs)
+    with call(mine) as caller:
+        _, greeting = greet(mine, caller, theirs)
+        assert len(greeting) == HELLO.size, "no proof for strangers"
+        assert is_closed(caller)
+    signs = probe({1: stranger.contact}, job=JOB, seconds=SECONDS, key=KEY)
+    assert signs == {1: LifeSign.ENDED}
+    assert probe({0: mine.contact}, job=JOB, seconds=SECONDS, key=KEY) == {0: LifeSign.LIVES}
+
+
+def test_no_message_of_one_worker_is_one_of_another() -> None:
+    contacts = [Contact(worker, ("127.0.0.1", 1), bytes(16)) for worker in (0, 1)]
+    nonce = Handshake.hello()
+    one, other = (contact.handshake(JOB, KEY) for contact in contacts)
+    answer, expected = one.answer(nonce)
+    assert one.reply(nonce, answer) == expected
+    assert other.reply(nonce, answer) is None
+    assert one.reply(nonce, answer[:16] + expected) is None, "the code of the other end"
+    assert contacts[0].handshake(digest("another"), KEY).reply(nonce, answer) is None
 
 
 def test_a_worker_listens_at_its_own_address_only(beats: Beats) -> None:
@@ -92,7 +157,7 @@ def test_connections_of_strangers_are_bounded_and_a_worker_among_them_is_watched
     watch_each_other(mine, other)
     with contextlib.ExitStack() as strangers:
         for _ in range(3 * MIN_CONNECTIONS):
-            read(strangers.enter_context(call(mine)), PACKET.size)
+            read(strangers.enter_context(call(mine)), HELLO.size)
         assert len(mine._strangers) <= MIN_CONNECTIONS
         assert len(mine._watchers) == 1
         late = beats(2)
@@ -108,19 +173,17 @@ def test_a_stranger_is_disconnected_in_time(said: bytes | str, beats: Beats, mon
         monkeypatch.setattr(monitor, "HANDSHAKE_SECONDS", 0.1)
         monkeypatch.setattr(bounded_listener, "TICK_SECONDS", 0.01)
     mine = beats(0)
-    said = mine.contact.packet(Packet.WATCH, JOB)[:20] if isinstance(said, str) else said
+    said = bytes(20) if isinstance(said, str) else said
     with call(mine) as stranger:
-        read(stranger, PACKET.size)
+        read(stranger, HELLO.size)
         stranger.sendall(said)
-        with contextlib.suppress(ConnectionResetError):
-            assert read(stranger, 1) == b""
+        assert is_closed(stranger)
 
 
 def test_a_watcher_that_says_more_is_disconnected(beats: Beats) -> None:
     mine = beats(0)
     with call(mine) as watcher:
-        read(watcher, PACKET.size)
-        watcher.sendall(mine.contact.packet(Packet.WATCH, JOB))
+        greet(mine, watcher)
         assert read(watcher, 1) == b"+"
         watcher.sendall(b"more")
         with contextlib.suppress(ConnectionResetError):
@@ -147,7 +210,7 @@ def test_a_process_without_descriptors_goes_on(beats: Beats, monkeypatch: pytest
         heard = len(other._peers[0].gaps)
         wait_for(lambda: len(other._peers[0].gaps) > heard)  # heartbeats go on
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert read(late, PACKET.size) == mine.contact.packet(Packet.GREETING, JOB), "it accepts again"
+        assert read(late, HELLO.size)[:16] == mine.contact.hello(JOB, b"")[:16], "it accepts again"
     assert len(mine._watchers) == 1
     assert ended == []
 
@@ -170,8 +233,11 @@ class Fake:
         """Of a watcher, which was greeted and has answered."""
         other, _ = self.listener.accept()
         other.settimeout(SECONDS)
-        other.sendall(self.contact.packet(Packet.GREETING, JOB))
-        assert read(other, PACKET.size) == self.contact.packet(Packet.WATCH, JOB)
+        nonce = Handshake.hello()
+        other.sendall(self.contact.hello(JOB, nonce))
+        reply = self.contact.handshake(JOB, None).reply(nonce, read(other, Handshake.ANSWER_BYTES))
+        assert reply is not None
+        other.sendall(reply)
         return other
 
     def close(self) -> None:
@@ -201,16 +267,16 @@ def test_a_process_that_ends_before_the_welcome_has_ended(beats: Beats) -> None:
         wait_for(lambda: fake.ended == [7])
 
 
-def test_an_answer_goes_only_to_the_worker_that_is_watched(beats: Beats) -> None:
-    """A stranger who has its port does not learn what a watcher says."""
+def test_a_stranger_with_the_port_of_a_worker_is_not_heard(beats: Beats) -> None:
     fake = Fake(beats)
     with contextlib.closing(fake):
         other, _ = fake.listener.accept()
         with other:
             other.settimeout(SECONDS)
-            other.sendall(PACKET.pack(JOB, 7, b"x" * 16) + b"+")
-            with contextlib.suppress(ConnectionResetError):
-                assert read(other, 1) == b""
+            other.sendall(fake.contact.hello(JOB, bytes(16)))
+            read(other, Handshake.ANSWER_BYTES)
+            other.sendall(bytes(32) + b"+")
+            assert is_closed(other)
         assert (fake.mine.has_met, fake.mine._peers[7].was_heard, fake.ended) == (False, False, [])
 
 
