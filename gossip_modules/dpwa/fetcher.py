@@ -19,6 +19,7 @@ from ..engine.snapshots import SnapshotPool
 from ..flat.nonfinite import is_finite
 from ..flat.vector import SCRATCH_NUMEL, FlatVector
 from ..profiling import span
+from ..transport.job_key import key_of
 from ..transport.threads import CallThread
 from ..transport.traffic import PeerTraffic
 from .config import DEFAULT_MAX_DISTANCE, PairwiseConfig
@@ -100,7 +101,7 @@ class ModelFetcher:
         self._config, self._peers, self._scores, self._shape = config, peers, scores, shape
         self._snapshots, self._counts, self._background = snapshots, counts, background
         self._timeout = config.timeout.total_seconds()
-        self._connections = PeerConnections()
+        self._connections, self._key = PeerConnections(), key_of()
         self._probed: set[str] = set()
         self._asked: str | None = None  # the last peer, for errors
         self._thread = CallThread(f"gossip-fetch-{config.name}")
@@ -231,6 +232,8 @@ class ModelFetcher:
         with self._connections.holding(connection):
             try:
                 connection.secure(deadline)
+                if self._key is not None:
+                    connection.show_key(self._key, deadline, is_server=False)
                 connection.send(MessageHeader(kind, self._shape), deadline=deadline)
                 yield connection, connection.receive(deadline)
             finally:

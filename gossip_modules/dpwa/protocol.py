@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import math
 import socket
 import ssl
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from ..flat.layout import FlatLayout
 from ..transport.bounded_listener import BACKLOG
 from ..transport.forks import close_in_children
+from ..transport.job_key import CODE_BYTES, NONCE_BYTES, VARIABLE, Handshake
 from .interpolation import Standing
 
 MAGIC = b"gdpw"
@@ -137,6 +139,10 @@ _TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # of TLS 1.2, fatal, protocol_vers
 _TLS = "expected TLS on both ends or on none; check server_ssl= and client_ssl= of both workers"
 
 
+_HELLO = b"gdpw-key"  # begins the first message of a worker with a key, where a frame has its length
+_KEY = f"expected a worker with the key of the job; set {VARIABLE} to the same secret on all workers"
+
+
 class PeerLostError(ConnectionError):
     """The other end did not answer in time, or closed the connection."""
 
@@ -149,7 +155,7 @@ class PeerConnection:
     model, a second frame with its bytes. Then the server closes. Both ends know the length of each frame before it
     comes, so a frame that declares another length is refused unread, and no memory is ever taken for a declared length.
     Each wait ends at a deadline, and a reply also when no byte of it was taken for PEER_SECONDS. TLS, if there is any,
-    is below the frames.
+    is below the frames. Where the job has a key, the three messages of `Handshake` come before them.
 
     A connection belongs to one thread, which also closes it; `end` may come from any thread. `_lock` keeps `end` from a
     descriptor that is closed and belongs to another socket.
@@ -193,6 +199,35 @@ class PeerConnection:
                 f"got {error}, {_TLS}, and the certificate, which must be for the host of the address"
             ) from error
 
+    def show_key(self, key: bytes, deadline: float, *, is_server: bool) -> None:
+        """The handshake of workers whose job has a key; comes after `secure`, and before the first frame.
+
+        Raises:
+            RefusedModelError: the other end has another key, or none.
+            OSError: the other end has gone, or does not send.
+        """
+        handshake = Handshake(key, "dpwa")
+        if is_server:
+            hello = handshake.hello()
+            self._send([_HELLO + hello], deadline)
+            reply = handshake.reply(hello, self._receive_bytes(Handshake.ANSWER_BYTES, deadline))
+            if reply is None:
+                raise RefusedModelError(f"got a stranger, {_KEY}")
+            self._send([reply], deadline)
+            return
+        try:
+            hello = self._receive_bytes(len(_HELLO) + NONCE_BYTES, deadline)
+        except TimeoutError as error:
+            raise RefusedModelError(f"got no word, {_KEY}") from error
+        answer, expected = handshake.answer(hello[len(_HELLO) :])
+        self._send([answer], deadline)
+        try:
+            code = self._receive_bytes(CODE_BYTES, deadline)
+        except ConnectionError as error:
+            raise RefusedModelError(f"got a connection that was closed at once, {_KEY}") from error
+        if not hmac.compare_digest(code, expected):
+            raise RefusedModelError(f"got a stranger, {_KEY}")
+
     def send(self, message: MessageHeader, model: memoryview | None = None, *, deadline: float) -> None:
         """Send a header, and a model if there is one.
 
@@ -200,7 +235,9 @@ class PeerConnection:
             OSError: the other end has gone, or does not read.
         """
         head = _LENGTH.pack(HEADER_BYTES) + message.pack()
-        parts: list[bytes | memoryview] = [head] if model is None else [head + _LENGTH.pack(len(model)), model]
+        self._send([head] if model is None else [head + _LENGTH.pack(len(model)), model], deadline)
+
+    def _send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         for part in parts:
             rest = memoryview(part)
             while rest:
@@ -228,6 +265,8 @@ class PeerConnection:
         finally:
             if length.startswith(_TLS_ALERT[:2]):
                 raise MessageError(f"got an alert of TLS in place of a frame, {_TLS}")
+        if length == _HELLO:
+            raise MessageError(f"got a worker that asks for the key of the job, {_KEY}")
         (num_bytes,) = _LENGTH.unpack(length)
         if num_bytes != len(frame):
             raise MessageError(f"got a frame of {num_bytes} bytes, expected {len(frame)}; a stranger sent it")
@@ -242,6 +281,11 @@ class PeerConnection:
         """Close the socket; idempotent. Called by the thread of the connection."""
         with self._lock:
             self.socket.close()
+
+    def _receive_bytes(self, num_bytes: int, deadline: float) -> bytes:
+        data = bytearray(num_bytes)
+        self._fill(memoryview(data), deadline)
+        return bytes(data)
 
     def _fill(self, rest: memoryview, deadline: float) -> None:
         while rest:

@@ -12,6 +12,7 @@ from functools import partial
 from ..engine.background import Background
 from ..engine.snapshots import SnapshotPool
 from ..transport.bounded_listener import TICK_SECONDS, BoundedListener
+from ..transport.job_key import key_of
 from .config import PairwiseConfig
 from .protocol import (
     PEER_SECONDS,
@@ -53,6 +54,7 @@ class ModelServer:
 
     Raises:
         ConnectionError: the address cannot be bound.
+        ValueError: the key of the job, GOSSIP_JOB_KEY, has fewer than 16 bytes.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class ModelServer:
     ) -> None:
         self.shape = shape
         self._config, self._snapshots, self._counts, self._background = config, snapshots, counts, background
-        self._connections = PeerConnections()
+        self._connections, self._key = PeerConnections(), key_of()
         self._socket, self.address = listen(config.peers[config.name], name=config.name)
         self._selector = selectors.DefaultSelector()
         self._listener: BoundedListener[PeerConnection] = BoundedListener(
@@ -127,6 +129,8 @@ class ModelServer:
     def _reply(self, connection: PeerConnection) -> None:
         deadline = connection.since + PEER_SECONDS
         connection.secure(deadline)
+        if self._key is not None:
+            connection.show_key(self._key, deadline, is_server=True)
         request = connection.receive(deadline)
         if request.kind not in (MessageKind.FETCH, MessageKind.PROBE):
             raise MessageError(f"got kind {request.kind.name}, expected a request")

@@ -9,6 +9,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from gossip_modules.dpwa.interpolation import Standing
 from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind
 from gossip_modules.engine.snapshots import MAX_SNAPSHOTS
 from gossip_modules.transport import bounded_listener
+from gossip_modules.transport.job_key import Handshake
 from tests.harness.certificates import Authority
 from tests.harness.ranks import assert_no_gossip_threads, gossip_threads
 from tests.harness.strangers import (
@@ -351,3 +353,46 @@ def test_models_arrive_whole_while_others_are_published() -> None:
         finally:
             stop.set()
             thread.join()
+
+
+# The key of the job.
+
+
+@pytest.mark.parametrize("theirs", ["sixteen bytes and more", "another key of a job", None])
+def test_with_a_key_a_model_goes_to_a_worker_with_the_same_key_only(
+    theirs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "sixteen bytes and more")
+    with serving(X) as served:
+        served.publish(X, Standing())
+        monkeypatch.delenv("GOSSIP_JOB_KEY") if theirs is None else monkeypatch.setenv("GOSSIP_JOB_KEY", theirs)
+        if theirs == "sixteen bytes and more":
+            assert fetch(served, vector_of(0.0, numel=10)) is not None
+            return
+        fetcher = Asking(served.address, X).fetcher
+        with (
+            pytest.raises(
+                ValueError, match=r"expected a worker with the key of the job; set GOSSIP_JOB_KEY to the same"
+            ),
+            fetcher._asking("s", MessageKind.FETCH, time.monotonic() + TIMEOUT),
+        ):
+            pass
+        assert served.count("num_models_sent") == 0
+
+
+def test_what_a_worker_has_said_is_of_no_use_to_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger repeats the words of a worker, over another connection; none of them gets a model."""
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "sixteen bytes and more")
+    with serving(X) as served:
+        served.publish(X, Standing())
+        handshake = Handshake(b"sixteen bytes and more", "dpwa")
+        with connect(served.address) as worker:
+            answer, expected = handshake.answer(read(worker, 24)[8:])
+            worker.sendall(answer)
+            assert read(worker, 32) == expected
+        with connect(served.address) as stranger:
+            read(stranger, 24)
+            stranger.sendall(answer + framed(REQUEST))
+            wait_until_closed(stranger)
+        wait_for(lambda: served.count("num_refused_connections") == 2)
+        assert served.count("num_models_sent") == 0
