@@ -1,0 +1,70 @@
+"""The table of ports in docs/guides/security.md is true: no file opens another one, and a job listens at these only."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from gossip_modules.membership.serve import serve
+from tests.harness.pages import ROOT
+from tests.library.membership.test_membership import Job
+
+PAGE = (ROOT / "docs" / "guides" / "security.md").read_text(encoding="utf-8")
+ROWS = dict(re.findall(r'^\| <a id="port-(\w+)"></a>[^|]*\| `([\w/]+\.py)`', PAGE, flags=re.MULTILINE))
+OPENS = re.compile(
+    r"create_server\(|is_master=True|create_device\(|create_default_device\(|\bHTTPServer\b|\.listen\(\d*\)"
+)
+LISTENS = "0A"  # the state of a socket in /proc/net/tcp
+
+
+def ports() -> set[int]:
+    """At which this process listens, by the kernel's word."""
+    own = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:  # the folder's own one
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in own:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
+
+
+def test_the_table_names_every_file_that_opens_a_port() -> None:
+    package = ROOT / "gossip_modules"
+    files = {str(file.relative_to(package)) for file in package.rglob("*.py") if OPENS.search(file.read_text("utf-8"))}
+    assert len(ROWS) == len(set(ROWS.values()))
+    assert files == set(ROWS.values())
+
+
+def test_a_job_listens_at_the_ports_of_the_table_only() -> None:
+    """One store, one port for liveness and one of Gloo for each worker, all at the address of the job."""
+    before = ports()
+    store = serve(0)
+    job = Job(f"127.0.0.1:{store.port}", min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    found = ports() - before
+    liveness = {worker.membership.worker.liveness.contact.address[1] for worker in workers}  # type: ignore[union-attr]
+    gloo = found - liveness - {store.port}
+    job.end()
+    assert {store.port} | liveness <= found
+    assert [len(liveness), len(gloo)] == [2, 2]
+    assert {"store", "liveness", "gloo"} <= ROWS.keys()
+
+
+def test_the_gloo_of_torch_has_no_tls() -> None:
+    """As the page says. If this fails, Gloo's device for TLS is the remedy in place of a tunnel."""
+    code = "import torch.distributed as dist; dist.ProcessGroupGloo.create_device(hostname='127.0.0.1')"
+    environment = {**os.environ, "GLOO_DEVICE_TRANSPORT": "TCP_TLS"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "unsupported gloo device" in done.stderr
+    assert "unsupported gloo device" in PAGE
