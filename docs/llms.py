@@ -1,12 +1,13 @@
 """docs/llms.txt, the library in one file for an assistant: `python docs/llms.py` writes it.
 
 It has the twelve idioms of docs/idioms.md, and each name of the API reference in a line: signature and first sentence.
-Names of the modules in LEFT_OUT have no line.
+Names of the modules in LEFT_OUT have no line. A dataclass has only the arguments that its base does not have alike.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -17,6 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+import gossip_modules  # noqa: E402
 
 FILE = ROOT / "docs" / "llms.txt"
 API = ROOT / "docs" / "api"
@@ -67,9 +70,9 @@ def signature(value: Any) -> str:
         own = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
-    shown, is_keyword = [], False
+    shown, is_keyword, inherited = [], False, _inherited(value)
     for parameter in own.parameters.values():
-        if parameter.name in ("self", "cls"):
+        if parameter.name in ("self", "cls") or (parameter.name, parameter.default) in inherited:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
             shown.append("*")
@@ -77,7 +80,20 @@ def signature(value: Any) -> str:
         stars = "*" * (parameter.kind is parameter.VAR_POSITIONAL) + "**" * (parameter.kind is parameter.VAR_KEYWORD)
         kind = "" if parameter.annotation is parameter.empty else f": {inspect.formatannotation(parameter.annotation)}"
         shown.append(f"{stars}{parameter.name}{kind.replace(chr(39), '')}{_default(parameter)}")
+    if inherited:
+        shown.append(f"others as {value.__base__.__name__}")
     return f"({', '.join(shown)})"
+
+
+def _inherited(value: Any) -> list[tuple[str, Any]]:
+    """The arguments, with their defaults, that a dataclass has from a base that has a line of its own."""
+    base = getattr(value, "__base__", object)
+    if not (dataclasses.is_dataclass(base) and base.__name__ in gossip_modules.__all__):
+        return []
+    parameters = inspect.signature(base).parameters
+    if not parameters.keys() <= inspect.signature(value).parameters.keys():  # it refuses some of them
+        return []
+    return [(parameter.name, parameter.default) for parameter in parameters.values()]
 
 
 def _default(parameter: inspect.Parameter) -> str:
