@@ -218,7 +218,8 @@ def at_liveness(job: Job, reports: list[dict[str, Any]], count: int, draw: rando
             worker.sendall(recorded[-1])
             assert worker.recv(64), "the harness is a worker"
     for i in range(count):
-        yield bool(say(contacts[i % 3].address, altered(recorded[i % 3], draw), first=HELLO.size))
+        place = i % len(contacts)
+        yield bool(say(contacts[place].address, altered(recorded[place], draw), first=HELLO.size))
 
 
 def at_store_port(job: Job, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:

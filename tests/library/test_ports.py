@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from benchmarks.strangers import at_liveness, at_store_port, at_store_values
 from gossip_modules.membership.serve import serve
+from gossip_modules.transport.job_key import VARIABLE
 from tests.harness.pages import ROOT
+from tests.library.dpwa.workers import num_descriptors, wait_for
 from tests.library.membership.test_membership import Job
 
 PAGE = (ROOT / "docs" / "guides" / "security.md").read_text(encoding="utf-8")
@@ -58,6 +66,32 @@ def test_a_job_listens_at_the_ports_of_the_table_only() -> None:
     assert {store.port} | liveness <= found
     assert [len(liveness), len(gloo)] == [2, 2]
     assert {"store", "liveness", "gloo"} <= ROWS.keys()
+
+
+@pytest.mark.parametrize("key", [None, "sixteen bytes and more"], ids=["no-key", "key"])
+def test_recorded_and_altered_messages_change_nothing(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m benchmarks.strangers` sends more of them, to processes, and compares the bits of models."""
+    monkeypatch.setenv(VARIABLE, key) if key else monkeypatch.delenv(VARIABLE, raising=False)
+    store = serve(0)
+    job = Job(f"127.0.0.1:{store.port}", min_workers=2)
+    workers = job.start(2)
+    job.until_live(workers)
+    monitors: list[Any] = [worker.membership.worker.liveness for worker in workers]  # type: ignore[union-attr]
+    wait_for(lambda: all(len(monitor._watchers) == 1 for monitor in monitors))
+    members, before = workers[0].members, num_descriptors()
+    contacts = [monitor.contact for monitor in monitors]
+    reports = [{"contact": (contact.worker, contact.address, contact.secret)} for contact in contacts]
+    attacked: Any = SimpleNamespace(key=key.encode() if key else None, port=store.port)
+    draw = random.Random(0)
+    assert not any(at_liveness(attacked, reports, 100, draw))
+    assert not any(at_store_port(attacked, reports, 10, draw))
+    if key:
+        assert not any(at_store_values(attacked, reports, 200, draw))
+    job.until_live(workers)
+    job.end()
+    assert [worker.members for worker in workers] == [members] * 2
+    assert [worker.error for worker in workers] == [None] * 2
+    wait_for(lambda: num_descriptors() <= before)
 
 
 def test_the_gloo_of_torch_has_no_tls() -> None:
