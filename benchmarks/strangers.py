@@ -112,7 +112,7 @@ def pair(pipe: Connection, name: str, peers: dict[str, str]) -> None:
             times = []
 
 
-class Job:
+class AttackedJob:
     """The processes of a job.
 
     Args:
@@ -206,7 +206,7 @@ def say(address: tuple[str, int], message: bytes, *, first: int = 0, waits: bool
     return b""
 
 
-def at_liveness(job: Job, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
+def at_liveness(job: AttackedJob, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
     """Repeat the answers of a worker, over other connections; yields whether one is taken for a worker's."""
     contacts = [Contact(*each["contact"]) for each in reports]
     recorded = []
@@ -222,7 +222,7 @@ def at_liveness(job: Job, reports: list[dict[str, Any]], count: int, draw: rando
         yield bool(say(contacts[place].address, altered(recorded[place], draw), first=HELLO.size))
 
 
-def at_store_port(job: Job, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
+def at_store_port(job: AttackedJob, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
     """Bytes of torch's protocol, altered; the store answers strangers, so none counts as accepted."""
     begin = bytes([0]) + (0x3C85F7CE).to_bytes(4, "little")  # the query that validates a client
     for _ in range(count):
@@ -230,7 +230,7 @@ def at_store_port(job: Job, reports: list[dict[str, Any]], count: int, draw: ran
         yield False
 
 
-def at_store_values(job: Job, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
+def at_store_values(job: AttackedJob, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
     """Old and altered values under the keys of the job, and under keys of generations to come."""
     client = dist.TCPStore(HOST, job.port, is_master=False, wait_for_workers=False)
     keys = [f"gossip/job/{name}" for name in ("roster", "epoch")]
@@ -245,7 +245,7 @@ def at_store_values(job: Job, reports: list[dict[str, Any]], count: int, draw: r
         yield False
 
 
-def at_gloo(job: Job, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
+def at_gloo(job: AttackedJob, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
     """Connections to the other ports at which the workers listen, which drop them."""
     known = {each["contact"][1][1] for each in reports}
     ports = sorted({port for process in job._processes for port in listening(process.pid)} - known)
@@ -268,7 +268,7 @@ def listening(process: int) -> set[int]:
     return {int(x[1].rpartition(":")[2], 16) for x in lines if x[3] == "0A" and f"socket:[{x[9]}]" in own}
 
 
-def at_dpwa(job: Job, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
+def at_dpwa(job: AttackedJob, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
     """Requests for models, with the recorded answer of a worker before them if the job has a key."""
     frame = HEADER_BYTES.to_bytes(8, "little") + MessageHeader(MessageKind.FETCH, ModelShape(bytes(16), 2, 1)).pack()
     first, recorded, addresses = 0, b"", []
@@ -296,7 +296,7 @@ PORTS = {
 }
 
 
-def settled(job: Job, seconds: float) -> list[dict[str, Any]]:
+def settled(job: AttackedJob, seconds: float) -> list[dict[str, Any]]:
     """The reports of a quiet time of so many seconds, after a warm-up."""
     job.report()
     time.sleep(seconds)
@@ -310,7 +310,7 @@ def median(reports: list[dict[str, Any]]) -> float:
 def attack(kind: str, *, key: bool, messages: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows for each port of a job."""
     draw, reference = random.Random(seed), dict[tuple[int, int], int]()
-    job = Job(kind, key=key)
+    job = AttackedJob(kind, key=key)
     try:
         found = dict[tuple[int, int], int]()
         for port, (function, share) in PORTS[kind].items():
@@ -348,7 +348,7 @@ def attack(kind: str, *, key: bool, messages: int, seed: int) -> Iterator[dict[s
     finally:
         job.close()
     if kind == "membership":
-        reference_job = Job(kind, key=key)
+        reference_job = AttackedJob(kind, key=key)
         try:
             last = max(step for _, step in found)
             while not reference or max(step for _, step in reference) < last:
@@ -369,7 +369,7 @@ def cost(repeats: int) -> dict[str, Any]:
     """The median time of a step with a key beside that without, of jobs that take turns."""
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * repeats):
-        job = Job("membership", key=bool(i % 2))
+        job = AttackedJob("membership", key=bool(i % 2))
         try:
             times[bool(i % 2)] += [x for each in settled(job, 5.0) for x in each["times"]]
         finally:
