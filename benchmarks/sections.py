@@ -7,6 +7,7 @@ from collections.abc import Mapping
 SECTIONS: Mapping[str, str] = {
     "consensus_codes": "compression",
     "power_iterations": "compression",
+    "deltas": "compression",
     "matcha_rho": "default_graphs",
     "pairwise": "default_graphs",
     "elastic_cost": "elastic",
