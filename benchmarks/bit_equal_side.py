@@ -82,6 +82,7 @@ METHODS: Mapping[str, Callable[[], Arguments]] = {
     "muloco": lambda: {"algorithm": g.MuLoCo(4)},
     "isoloco": lambda: {"algorithm": g.IsoLoCo(4, lr=0.7)},
     "sparseloco": lambda: {"algorithm": g.SparseLoCo(4)},
+    "pulseloco": lambda: {"algorithm": g.PULSELoCo(4)},
     "slowmo": lambda: {"algorithm": g.SlowMo(4, inner_lr="optimizer")},
     "noloco": lambda: {"algorithm": g.NoLoCo(3)},
     "gasloc": lambda: {"algorithm": g.GASLoC(3)},

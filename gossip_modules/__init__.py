@@ -34,6 +34,7 @@ from .algorithms.muloco import MuLoCo
 from .algorithms.noloco import NoLoCo
 from .algorithms.power_gossip import PowerGossip
 from .algorithms.prox_skip import ProxSkip
+from .algorithms.pulse_loco import PULSELoCo
 from .algorithms.qg_dsgdm import QGDSGDm
 from .algorithms.rda import RDA
 from .algorithms.relay_sgd import RelaySGD
@@ -108,6 +109,7 @@ __all__ = [
     "MuonAdamW",
     "NoLoCo",
     "OuterOptimizer",
+    "PULSELoCo",
     "PairwiseDataParallel",
     "PowerGossip",
     "Progress",

@@ -65,6 +65,7 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "muloco": MethodStyle("MuLoCo", "#9900EE", ("muloco",)),
     "isoloco": MethodStyle("IsoLoCo", "#7F7FDD", ("isoloco",)),
     "sparseloco": MethodStyle("SparseLoCo", "#2E7D6B", ("sparseloco",)),
+    "pulseloco": MethodStyle("PULSELoCo", "#5B6FB5", ("pulseloco",)),
     "slowmo": MethodStyle("SlowMo", "#A6761D", ("slowmo",)),
     "noloco": MethodStyle("NoLoCo", "#6A3D9A", ("noloco",)),
     "gasloc": MethodStyle("GASLoC", "#B15928", ("gasloc",)),

@@ -379,17 +379,26 @@ class StepClock:
 
     def _exchanged(self, since: Array, exchanges: Exchanges) -> Array:
         """Return the time at which each worker has the result of all exchanges, if it takes part since then."""
-        for rows, _, has_buffers, *_ in exchanges:
+        for answered in exchanges:
+            rows = answered.rows
             if rows is None:
-                since = np.full(len(since), since.max() + self.average.encode_seconds)
-                self.sent_bytes += self.average.num_bytes
+                average = self.average if answered.share is None else self._gather(answered.share)
+                since = np.full(len(since), since.max() + average.encode_seconds)
+                self.sent_bytes += average.num_bytes
             else:
-                num_bytes = self.message.num_bytes - (0.0 if has_buffers else self.buffer_bytes)
+                num_bytes = self.message.num_bytes - (0.0 if answered.has_buffers else self.buffer_bytes)
                 message = self.message._replace(num_bytes=num_bytes)
                 begun = rows.latest(since + message.encode_seconds)
                 since = begun + self.links.exchange_seconds(rows, message)
                 self.sent_bytes += rows.mean_out_degree * num_bytes
         return since
+
+    def _gather(self, share: float) -> MessageCost:
+        """The cost of messages of such a share of the vector from all to all, in place of an all-reduce of it."""
+        num_bytes, whole = share * self.model_bytes + self.buffer_bytes, self.model_bytes + self.buffer_bytes
+        seconds = self.average.encode_seconds - self.links.all_reduce_seconds(whole)
+        others = self.links.num_ranks - 1
+        return MessageCost(others * num_bytes, seconds + self.links.gather_seconds(num_bytes))
 
 
 class OverlapClock(StepClock):

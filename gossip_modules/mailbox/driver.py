@@ -190,7 +190,7 @@ class MailDriver(Driver):
                 return [s for s in x.whole.segments if s.numel()]
             case Gather(message) | Share(message):
                 message.fill_others(self._buffers)
-                return [message.buffer.raw]
+                return [message.buffer.raw[: message.num_bytes]]
         raise ValueError(
             f"got the request {type(request).__name__} of {self.algorithm} over a mailbox, expected Average, Gather, "
             "Mix or Share; take an algorithm without links between pairs"

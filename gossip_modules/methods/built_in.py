@@ -25,6 +25,7 @@ from ..algorithms.muloco import MuLoCo
 from ..algorithms.noloco import NoLoCo
 from ..algorithms.power_gossip import PowerGossip
 from ..algorithms.prox_skip import ProxSkip
+from ..algorithms.pulse_loco import PULSELoCo
 from ..algorithms.qg_dsgdm import QGDSGDm
 from ..algorithms.relay_sgd import RelaySGD
 from ..algorithms.sgp import PushSum
@@ -347,6 +348,7 @@ BUILT_IN: tuple[Method, ...] = (
         text="SparseLoCo(sync_every=10, compressor=ChunkTopK(41, values=TwoBit()))",
         example="SparseLoCo()",
     ),
+    entry(PULSELoCo, options=NODES, text="PULSELoCo(sync_every=10)", example="PULSELoCo()"),
     entry(
         SlowMo,
         options=NODES,

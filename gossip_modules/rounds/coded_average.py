@@ -60,8 +60,7 @@ class CodedAverage:
         """
         for part, left in zip(x.parts, rest.parts, strict=True):
             if part.numel():
-                left.copy_(part)
-                self._average(left, part.zero_(), code, t, has_feedback=True)
+                self._average(part, left, code, t)
 
     def run_on_buffers(self, buffers: Sequence[Tensor], layout: FlatLayout, code: Compressor, t: int) -> None:
         """Average the buffers of a model; see [Note: Coded moments]. If it raises, the buffers are undefined.
@@ -79,20 +78,21 @@ class CodedAverage:
             for first, last, takes_code in segment.coded():
                 own = b[first:last]
                 if takes_code:
-                    self._average(own, own, code, t, has_feedback=False)
+                    own.add_(self._average(own, torch.empty_like(own), code, t, has_feedback=False))
                 else:
                     self.transport.all_reduce(own, what=f"buffers in round {t}")
                     own.div_(self.transport.world_size)
 
-    def _average(self, x: Tensor, total: Tensor, code: Compressor, t: int, *, has_feedback: bool) -> None:
-        """x <- e, and then total <- total + A; both may be one tensor. Without feedback e has no share of the mean."""
+    def _average(self, x: Tensor, e: Tensor, code: Compressor, t: int, *, has_feedback: bool = True) -> Tensor:
+        """x <- A, and e <- the part that is left out; returns e. Without feedback e has no share of the mean."""
         transport, n = self.transport, self.transport.world_size
         what, length = f"coded average in round {t}", run_length(x.numel(), n)
         size = code.num_bytes(length, x.dtype)
         sent, everyone = (x.new_zeros(n, align(size, _ALIGNMENT), dtype=torch.uint8) for _ in range(2))
-        for run, message in zip(runs(x, n), sent[:, :size], strict=True):
+        e.copy_(x)
+        for run, rest, message in zip(runs(x, n), runs(e, n), sent[:, :size], strict=True):
             code.compress(padded(run, length), message, t=2 * t)
-            _add(code, message, run, length, alpha=-1.0)
+            _add(code, message, rest, length, alpha=-1.0)
         transport.all_to_all(everyone.view(-1), sent.view(-1), what=what)
         mean = x.new_zeros(length)
         for message in everyone[:, :size]:
@@ -102,10 +102,12 @@ class CodedAverage:
         transport.all_gather(everyone.view(-1), own, what=what)
         if has_feedback:
             code.add_decompressed(own[:size], mean, alpha=-1.0)
-            rest = list(runs(x, n))[transport.rank]
+            rest = list(runs(e, n))[transport.rank]
             rest.add_(mean[: len(rest)], alpha=n)
-        for run, message in zip(runs(total, n), everyone[:, :size], strict=True):
+        x.zero_()
+        for run, message in zip(runs(x, n), everyone[:, :size], strict=True):
             _add(code, message, run, length, alpha=1.0)
+        return e
 
 
 def coded_average(x: Tensor, e: Tensor, code: Compressor, t: int, *, has_feedback: bool = True) -> None:

@@ -316,10 +316,10 @@ class MessageRounds(Mail):
         over all ranks.
         """
         message.fill_others(self._buffers)
-        mine, n = message.buffer.raw, self.transport.world_size
-        everyone = mine.new_empty(n * mine.numel())
-        what = f"messages of round {self._t}"
+        n, what = self.transport.world_size, f"messages of round {self._t}"
         with all_or_none(self.transport, what=what):
+            mine = message.buffer.raw[: self._longest(message)]
+            everyone = mine.new_empty(n * mine.numel())
             if mine.numel():
                 self.transport.all_gather(everyone, mine, what=what)
         received = [message.reply_in(MessageBuffer(message.buffer.sizes, raw)) for raw in everyone.view(n, -1)]
@@ -329,6 +329,15 @@ class MessageRounds(Mail):
                 total.add_(theirs.others[k])
             own.copy_(total.div_(n))
         return Received([(1.0, theirs) for theirs in received])
+
+    def _longest(self, message: Message) -> int:
+        """Return the largest number of bytes that a rank sends; ranks agree on it if messages are trimmed."""
+        if not message.is_trimmed:
+            return message.num_bytes
+        sizes = torch.empty(self.transport.world_size, dtype=torch.int64, device=self.transport.device)
+        mine = sizes.new_tensor([message.num_bytes])
+        self.transport.all_gather(sizes, mine, what=f"sizes of messages of round {self._t}")
+        return int(sizes.max())
 
     # Failed peers and changed transports.
 

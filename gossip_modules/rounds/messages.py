@@ -14,6 +14,7 @@ from ..compression.compressor import Compressor
 from ..flat.layout import align
 from .vector import Vector
 
+SIZE_BYTES = 8  # of the number with the size of a trimmed message
 _ALIGNMENT = 8  # bytes; a tensor of any dtype may start there
 _MIN_BYTES = 4096  # for fewer bytes of parameters latency decides the cost of a round, and no warning is given
 _MAX_EXACT = 0.5  # above this share of exact bytes a 16-bit wire saves more than compressing the rest
@@ -85,7 +86,10 @@ class Message:
         fields: the tensors of the algorithm. The next message with the same key, or from the same peer, overwrites
             their memory.
         others: the fields of the driver.
+        is_trimmed: whether a rank sends only the beginning of its last field: see `trim`.
     """
+
+    is_trimmed = False
 
     def __init__(self, code: Code | None, buffer: MessageBuffer, num_others: int = 0) -> None:
         self.code, self.buffer = code, buffer
@@ -94,7 +98,14 @@ class Message:
     @property
     def num_bytes(self) -> int:
         """The size of the message."""
-        return self.buffer.raw.numel()
+        return self._num_sent if self.is_trimmed else self.buffer.raw.numel()
+
+    def trim(self, num_bytes: int) -> None:
+        """Send only so many bytes of the last field, in a `Gather` whose ranks all call this.
+
+        Ranks may send different numbers of bytes. In the reply, a last field is as long as the longest one, or longer.
+        """
+        self.is_trimmed, self._num_sent = True, align(self.buffer.starts[-1] + num_bytes, _ALIGNMENT)
 
     @property
     def raw(self) -> Tensor:

@@ -20,6 +20,7 @@ from .algorithm import Algorithm
 from .coded_average import coded_average, sent_bytes
 from .flights import Flight, Flights
 from .memory import Memory
+from .messages import SIZE_BYTES, Message
 from .periodic import Periodic
 from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors, next_request
 from .rows import RowMail, Rows, StackedMail, StackedMixing, arrived, column
@@ -39,6 +40,7 @@ class Answered(NamedTuple):
         wire: rounds the buffers that are sent by rows; None: no rounding.
         code: the code of an average over all ranks, for the buffers that take one; None: buffers are sent exactly.
         t: the number of the round with that code.
+        share: the size of a message to all ranks as a share of the vector, if it differs from round to round.
     """
 
     rows: Rows | None
@@ -47,6 +49,7 @@ class Answered(NamedTuple):
     wire: Cast | None = None
     code: Compressor | None = None
     t: int = 0
+    share: float | None = None
 
     def mix_buffers(self, b: Tensor, kept: Tensor, *, takes_code: bool = False) -> tuple[Tensor, Tensor]:
         """Return buffers after this communication, and the weights of each rank for its own ones.
@@ -392,7 +395,7 @@ class Stacked:
                 return [mail.row_of(messages) for mail in self._mails]
             case [Gather()]:
                 messages = [request.message for request in requests]
-                self.count_gather(messages[0].num_bytes)
+                self.count_gather(messages, sum(part.nbytes for part in v[0].x.parts))
                 received = [mail.all_of(messages) for mail in self._mails]
                 numbers = self._numbers_of(requests)
                 for each in received:
@@ -500,9 +503,16 @@ class Stacked:
         header = HEADER_BYTES if self.algorithm.checks_messages else 0
         self.sent_bytes += self.rows.mean_out_degree * (num_bytes + header)
 
-    def count_gather(self, num_bytes: int) -> None:
-        """Count a message of each rank to all other ranks, of so many bytes."""
-        self._answered.append(Answered(None))
+    def count_gather(self, messages: Sequence[Message], vector_bytes: int) -> None:
+        """Count a message of each rank to all other ranks.
+
+        Args:
+            messages: the messages; the longest one counts for all, and trimmed ones have a number with their size.
+            vector_bytes: the bytes of the vector of a rank.
+        """
+        num_bytes, is_trimmed = max(message.num_bytes for message in messages), messages[0].is_trimmed
+        num_bytes += SIZE_BYTES * is_trimmed
+        self._answered.append(Answered(None, share=num_bytes / vector_bytes if is_trimmed else None))
         self.sent_bytes += (self.num_ranks - 1) * num_bytes
 
 

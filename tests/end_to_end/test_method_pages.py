@@ -35,6 +35,7 @@ from gossip_modules import (
     NoLoCo,
     PowerGossip,
     ProxSkip,
+    PULSELoCo,
     QGDSGDm,
     RingGraph,
     Schedule,
@@ -170,6 +171,8 @@ COSTS: dict[str, tuple[Make, float]] = {
     "isoloco": (gossip(lambda: {"algorithm": IsoLoCo(3)}), 2 * 3 / 4 * P * 3 / NUM_ROUNDS),
     # 64 of 4096 entries and 32 of the last 2048, 11 to 12 bits each, to each of the three others.
     "sparseloco": (gossip(lambda: {"algorithm": SparseLoCo(3)}), 3 * (8 + 24 + 108 + 4) * 3 / NUM_ROUNDS),
+    # A model that stays as it is has no visible entries: a bit for each entry, and 8 bytes, to each of three others.
+    "pulseloco": (gossip(lambda: {"algorithm": PULSELoCo(3)}), 3 * (P / 32 + 8) * 3 / NUM_ROUNDS),
     # 4 bits for each entry, and a float32 for each 32 of them: 5 of 32 bits, to each of the three others.
     "diloco in 4 bits": (gossip(lambda: {"algorithm": DiLoCo(3, compressor=FOUR_BITS)}), 3 * P / 6.4 * 3 / NUM_ROUNDS),
     "streamingdiloco in 4 bits": (

@@ -21,7 +21,6 @@ TEXTS = {  # with rounds every few steps
     "muloco": "MuLoCo(sync_every=2)",
     "isoloco": "IsoLoCo(sync_every=2)",
     "sparseloco": "SparseLoCo(sync_every=2)",
-    "coded": "DiLoCo(sync_every=2, momentum=0.0, compressor=Absmax(8), collective='all_reduce')",
     "slowmo": "SlowMo(sync_every=2)",
     "noloco": "NoLoCo(sync_every=2)",
     "gasloc": "GASLoC(sync_every=2)",

@@ -23,6 +23,7 @@ from gossip_modules import (
     Membership,
     MuLoCo,
     NoLoCo,
+    PULSELoCo,
     RandomK,
     SlowMo,
     SparseLoCo,
@@ -43,9 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
     "DiLoCo, Adam": {
         "algorithm": DiLoCo(4, delay=2, optimizer=lambda x: torch.optim.Adam(x, lr=0.05), arrival="carry")
     },
-    "DiLoCo, codes in two phases": {
-        "algorithm": DiLoCo(3, delay=2, compressor=QSGD(4, bucket_size=8, unbiased=True), collective="all_reduce")
-    },
     "DiLoCo, compressed": {"algorithm": DiLoCo(3, delay=2, compressor=QSGD(4, bucket_size=8, unbiased=True))},
     "DiLoCo, by tokens": {"algorithm": DiLoCo(4, delay=2, weighted_by="tokens")},
     "DiLoCo, RDA": {"algorithm": DiLoCo(4, delay=2, merge=RDA(without=["first"]))},
@@ -62,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     "NoLoCo": {"algorithm": NoLoCo(3, delay=2)},
     "GASLoC": {"algorithm": GASLoC(3, fragments=2, delay=1)},
     "SparseLoCo": {"algorithm": SparseLoCo(3, compressor=RandomK(0.1), fragments=2, delay=2)},
+    "PULSELoCo": {"algorithm": PULSELoCo(3, fragments=2, delay=2)},
     "host memory": {"algorithm": DiLoCo(4, delay=3, anchor_device="cpu")},
 }
 PLACES, LAST = (5, 6, 9), 14
