@@ -1,7 +1,7 @@
-"""A program: train SGP by copies of the library, each without one package. `python missing_extra.py FOLDER/EXTRA ...`
+"""A program: train SGP by copies of the library, each without one package. `module_output(this, FOLDER/EXTRA, ...)`
 
-Each copy is imported and trains in a process of its own, forked after the modules of torch are imported. The program
-prints a line for each extra: its name, and "ok" or the error.
+Each copy is imported and trains in a process of its own, a fork of this one, which has imported the modules of torch.
+The program prints a line for each extra: its name, and "ok" or the error.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -96,21 +97,24 @@ def run(folder: Path) -> str:
     return "ok"
 
 
-if __name__ == "__main__":
-    places = [Path(argument) for argument in sys.argv[1:]]
-    sys.path.insert(0, str(places[0]))
-    # Once for all copies: import the modules of torch that the library and a first step need.
-    import gossip_modules as warm
-
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.1).step()
-    for module in [name for name in sys.modules if name.partition(".")[0] == warm.__name__]:
-        del sys.modules[module]
-    sys.path.pop(0)
-    for place in places:
+def forked(folder: Path) -> str:
+    """`run` in a fork of this process, which has no library yet."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python 3.12, where C++ code has threads
         child = os.fork()
-        if not child:
-            print(place.name, run(place), flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
+    if not child:
+        os.write(writer, run(folder).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as found:
+        text = found.read()
+    os.waitpid(child, 0)
+    return text
+
+
+if __name__ == "__main__":
+    for module in [name for name in sys.modules if name.partition(".")[0] == "gossip_modules"]:
+        del sys.modules[module]
+    for argument in sys.argv[1:]:
+        print(Path(argument).name, forked(Path(argument)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 import gossip_modules as gm
 from gossip_modules.extras import EXTRAS, NAMES, MissingExtra, load
+from tests.harness.scripts import module_output
 
 LIBRARY = Path(gm.__file__).parent
 
@@ -25,11 +24,10 @@ def test_the_library_trains_without_any_one_extra(tmp_path: Path) -> None:
         for path in LIBRARY.iterdir():
             if path.name not in (folder.name, "__pycache__"):
                 (copy / path.name).symlink_to(path)
-    command = [sys.executable, str(Path(__file__).with_name("missing_extra.py")), *map(str, folders)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path, env=environment)
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert found == dict.fromkeys(EXTRAS, "ok"), done.stderr
+    found = dict(
+        line.split(" ", 1) for line in module_output("tests.library.missing_extra", *map(str, folders)).splitlines()
+    )
+    assert found == dict.fromkeys(EXTRAS, "ok")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
