@@ -127,8 +127,15 @@ class BilateralAverage:
         self.liveness.shut_down()
 
     def close(self, seconds: float) -> None:
-        """End the threads, after `shut_down`; peers may ask until they have shut down too, at most for so long."""
+        """End the threads, after `shut_down`; peers may ask until they have shut down too, at most for so long.
+
+        A peer that has sent its last message may not listen for that of this rank yet, on a busy machine. Gloo sends it
+        when it does, unless it was dropped.
+        """
+        deadline = Deadline(seconds)
         if self.liveness.background.close(seconds):
+            if seconds:
+                self.liveness.wait_until_received(deadline.left_for_gloo)
             self.liveness.drop_messages()
         if self._thread is not None:
             self._thread.close()

@@ -28,6 +28,7 @@ from gossip_modules.graph_manager import (
     DynamicBipartiteLinearGraph,
 )
 from gossip_modules.transport.gloo import gloo_group
+from gossip_modules.transport.listener import Listener
 from gossip_modules.transport.shared_group import Use
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import Outcome, run_processes
@@ -207,6 +208,28 @@ def test_a_passive_rank_that_closes_while_it_answers_names_its_loss(monkeypatch:
         wrapper.close()
 
     run_ranks(2, body)
+
+
+def test_a_rank_that_closes_waits_until_its_last_message_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the peer may listen for it later than it sends its own last message."""
+    may_listen, read = threading.Event(), Listener._read
+
+    def read_late(self: Listener, peer: int, handle: Any) -> None:
+        if self.transport.rank == 1:
+            assert may_listen.wait(PATIENCE)
+        read(self, peer, handle)
+
+    monkeypatch.setattr(Listener, "_read", read_late)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        wrapper = wrap(mlp(group.rank()), group)
+        liveness = engine_of(wrapper).liveness
+        if group.rank() == 1:
+            threading.Timer(0.2, may_listen.set).start()
+        wrapper.close()
+        return 1 - group.rank() in liveness.closed
+
+    assert run_ranks(2, body) == [True, True]
 
 
 def test_a_wrapper_that_is_lost_leaves_its_peers() -> None:
