@@ -11,8 +11,8 @@ security says.
 `accepted` counts the messages that were answered as a worker's. `changed` counts the recorded steps after which a model
 has other bits than in a run without strangers, of `compared` ones (dpwa: entries that have changed). Descriptors and
 memory are of all processes of the job together. `ratio` is the median time of a step under attack beside that of the
-same job before; where the port is "none", it is that of jobs with the key beside jobs without, which take turns. A
-stranger at full speed takes part of a core from training, with the key and without.
+same job before; where the port is "none", it is that of a job with the key beside one without, which train side by
+side. A stranger at full speed takes part of a core from training, with the key and without.
 """
 
 from __future__ import annotations
@@ -366,21 +366,26 @@ def recorded_in(reports: list[dict[str, Any]]) -> dict[tuple[int, int], int]:
 
 
 def cost(repeats: int) -> dict[str, Any]:
-    """The median time of a step with a key beside that without, of jobs that take turns."""
+    """The median time of a step with a key beside that without, of two jobs that train side by side."""
     times: dict[bool, list[float]] = {False: [], True: []}
-    for i in range(2 * repeats):
-        job = AttackedJob("membership", key=bool(i % 2))
-        try:
-            times[bool(i % 2)] += [x for each in settled(job, 5.0) for x in each["times"]]
-        finally:
+    jobs = {key: AttackedJob("membership", key=key) for key in times}
+    try:
+        for job in jobs.values():
+            job.report()
+        for _ in range(repeats):
+            time.sleep(5.0)
+            for key, job in jobs.items():
+                times[key] += [x for each in job.report() for x in each["times"]]
+    finally:
+        for job in jobs.values():
             job.close()
-    return {"key": True, "ratio": statistics.median(times[True]) / statistics.median(times[False])}
+    return {"key": True, "ratio": round(statistics.median(times[True]) / statistics.median(times[False]), 3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=50_000, help="at each job")
-    parser.add_argument("--repeats", type=int, default=4, help="of jobs with and without a key, for the cost")
+    parser.add_argument("--repeats", type=int, default=4, help="windows of 5 s, for the cost of the key")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "strangers.csv")
     options = parser.parse_args()
