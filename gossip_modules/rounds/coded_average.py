@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..compression.compressor import Compressor
-from ..flat.layout import FlatLayout, align
+from ..flat.layout import FlatLayout, Segment, align
 from ..transport.base import Transport
 from .vector import Vector
 
@@ -46,68 +47,110 @@ class CodedAverage:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
-    def run(self, x: Vector, rest: Vector, code: Compressor, t: int) -> None:
-        """Average a vector; see `CodedAverage`. If it raises, x and rest are undefined.
+    def run(
+        self,
+        x: Vector,
+        rest: Vector,
+        code: Compressor,
+        t: int,
+        *,
+        buffers: Sequence[Tensor] = (),
+        layout: FlatLayout | None = None,
+    ) -> None:
+        """Average a vector, and the buffers of a model in the same messages; see `CodedAverage`.
+
+        If it raises, x, rest and buffers are undefined.
 
         Args:
             x: the vector of this rank; becomes A.
             rest: becomes e of this rank.
             code: C, equal on all ranks.
             t: the number of the round; random choices are a function of it.
+            buffers: the buffers of each segment that has some, float32 at least; mutated: see [Note: Coded moments].
+            layout: the layout of the model with these buffers.
 
         Raises:
             ConnectionError, TimeoutError: a rank is gone or late.
         """
+        vectors = []
         for part, left in zip(x.parts, rest.parts, strict=True):
             if part.numel():
-                self._average(part, left, code, t)
-
-    def run_on_buffers(self, buffers: Sequence[Tensor], layout: FlatLayout, code: Compressor, t: int) -> None:
-        """Average the buffers of a model; see [Note: Coded moments]. If it raises, the buffers are undefined.
-
-        Args:
-            buffers: the buffers of each segment that has some, float32 at least; mutated.
-            layout: the layout of the model.
-            code, t: see `run`.
-
-        Raises:
-            ConnectionError, TimeoutError: a rank is gone or late.
-        """
-        segments = [segment for segment in layout.where(is_buffer=True).segments if segment.numel]
-        for b, segment in zip(buffers, segments, strict=True):
+                left.copy_(part)
+                vectors.append(CodedVector(left, part.zero_(), has_feedback=True))
+        for b, segment in zip(buffers, segments_with_buffers(layout), strict=True):
             for first, last, takes_code in segment.coded():
                 own = b[first:last]
                 if takes_code:
-                    own.add_(self._average(own, torch.empty_like(own), code, t, has_feedback=False))
+                    vectors.append(CodedVector(own, own, has_feedback=False))
                 else:
                     self.transport.all_reduce(own, what=f"buffers in round {t}")
                     own.div_(self.transport.world_size)
+        if vectors:
+            self._average(vectors, code, t)
 
-    def _average(self, x: Tensor, e: Tensor, code: Compressor, t: int, *, has_feedback: bool = True) -> Tensor:
-        """x <- A, and e <- the part that is left out; returns e. Without feedback e has no share of the mean."""
-        transport, n = self.transport, self.transport.world_size
-        what, length = f"coded average in round {t}", run_length(x.numel(), n)
-        size = code.num_bytes(length, x.dtype)
-        sent, everyone = (x.new_zeros(n, align(size, _ALIGNMENT), dtype=torch.uint8) for _ in range(2))
-        e.copy_(x)
-        for run, rest, message in zip(runs(x, n), runs(e, n), sent[:, :size], strict=True):
-            code.compress(padded(run, length), message, t=2 * t)
-            _add(code, message, rest, length, alpha=-1.0)
+    def _average(self, vectors: Sequence[CodedVector], code: Compressor, t: int) -> None:
+        transport, n, what = self.transport, self.transport.world_size, f"coded average in round {t}"
+        sizes = [align(code.num_bytes(run_length(v.x.numel(), n), v.x.dtype), _ALIGNMENT) for v in vectors]
+        sent, everyone = (torch.zeros(n, sum(sizes), dtype=torch.uint8, device=vectors[0].x.device) for _ in range(2))
+        for v, messages in zip(vectors, sent.split(sizes, 1), strict=True):
+            v.encode(messages, code, 2 * t)
         transport.all_to_all(everyone.view(-1), sent.view(-1), what=what)
-        mean = x.new_zeros(length)
-        for message in everyone[:, :size]:
-            code.add_decompressed(message, mean, alpha=1 / n)
         own = sent[0]
-        code.compress(mean, own[:size], t=2 * t + 1)
+        for v, messages, message in zip(vectors, everyone.split(sizes, 1), own.split(sizes), strict=True):
+            v.encode_mean(messages, message, code, 2 * t + 1, rank=transport.rank)
         transport.all_gather(everyone.view(-1), own, what=what)
-        if has_feedback:
+        for v, messages in zip(vectors, everyone.split(sizes, 1), strict=True):
+            v.add(messages, code)
+
+
+class CodedVector(NamedTuple):
+    """A vector in a coded average.
+
+    Attributes:
+        x: the vector; becomes e, the part that is left out.
+        total: total <- total + A; may be x.
+        has_feedback: whether e has the share of the mean that its code leaves out.
+    """
+
+    x: Tensor
+    total: Tensor
+    has_feedback: bool
+
+    def encode(self, messages: Tensor, code: Compressor, t: int) -> None:
+        """Write the codes of the runs into messages, uint8 [n, size], and take them from x."""
+        n = len(messages)
+        length = run_length(self.x.numel(), n)
+        size = code.num_bytes(length, self.x.dtype)
+        for run, message in zip(runs(self.x, n), messages[:, :size], strict=True):
+            code.compress(padded(run, length), message, t=t)
+            _add(code, message, run, length, alpha=-1.0)
+
+    def encode_mean(self, messages: Tensor, own: Tensor, code: Compressor, t: int, *, rank: int) -> None:
+        """Write the code of the mean of messages of the run `rank` into `own`."""
+        n = len(messages)
+        mean = self.x.new_zeros(run_length(self.x.numel(), n))
+        size = code.num_bytes(len(mean), self.x.dtype)
+        for message in messages[:, :size]:
+            code.add_decompressed(message, mean, alpha=1 / n)
+        code.compress(mean, own[:size], t=t)
+        if self.has_feedback:
             code.add_decompressed(own[:size], mean, alpha=-1.0)
-            rest = list(runs(e, n))[transport.rank]
+            rest = list(runs(self.x, n))[rank]
             rest.add_(mean[: len(rest)], alpha=n)
-        x.zero_()
-        for run, message in zip(runs(x, n), everyone[:, :size], strict=True):
+
+    def add(self, messages: Tensor, code: Compressor) -> None:
+        """Add the means of all runs."""
+        n = len(messages)
+        length = run_length(self.x.numel(), n)
+        size = code.num_bytes(length, self.x.dtype)
+        for run, message in zip(runs(self.total, n), messages[:, :size], strict=True):
             _add(code, message, run, length, alpha=1.0)
-        return e
+
+
+def segments_with_buffers(layout: FlatLayout | None) -> list[Segment]:
+    """Return the buffers of each segment that has some."""
+    halves = () if layout is None else layout.where(is_buffer=True).segments
+    return [segment for segment in halves if segment.numel]
 
 
 def coded_average(x: Tensor, e: Tensor, code: Compressor, t: int, *, has_feedback: bool = True) -> None:

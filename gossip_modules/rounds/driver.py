@@ -492,10 +492,8 @@ class Driver(State):
         means = [b.to(wide(b.dtype), copy=True) for b in self._buffers]
         with MayBeLost(transport), transport.within(Deadline(transport.timeout)):
             with all_or_none(transport, what=what):
-                average = CodedAverage(transport)
-                average.run(x, rest, code, v.t)
-                if means:
-                    average.run_on_buffers(means, x.whole.layout, code, v.t)
+                layout = x.whole.layout if means else None
+                CodedAverage(transport).run(x, rest, code, v.t, buffers=means, layout=layout)
             for own, mean in zip(self._buffers, means, strict=True):
                 own.copy_(mean)
             self.own_buffer_weight *= 1 / transport.world_size
