@@ -18,7 +18,7 @@ ROWS = (
     "Overlap SGP, bfloat16",
     "Overlap SGP, momentum mixed too, bfloat16",
     "Local SGD, H = 10",
-    "DiLoCo, H = 30",
+    "Local SGD, H = 4, 4 bits, momentum mixed too",
 )
 """The labels of `LINES` that the table shows."""
 RATES = (10.0, 1.0, 0.1)
@@ -72,7 +72,13 @@ def won(language: pd.DataFrame, cells: pd.DataFrame) -> str:
 
 def _said(label: str) -> str:
     """Return a label as a sentence has it."""
-    for own, said in ((", fp16 hook", " with its fp16 hook"), (", bfloat16", " in bfloat16"), (", H", " with H")):
+    for own, said in (
+        (", fp16 hook", " with its fp16 hook"),
+        (", bfloat16", " in bfloat16"),
+        (", H", " with H"),
+        (", 4 bits", " in 4 bits"),
+        (", momentum mixed too", " and mixed moments"),
+    ):
         label = label.replace(own, said)
     return label
 

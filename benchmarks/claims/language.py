@@ -18,6 +18,7 @@ NAMES: Mapping[str, str] = {
     "two_mixed": "SGP, 2 peers, momentum mixed too, GossipAdamW",
     "local2_mixed": "local SGD, H = 2, momentum mixed too, GossipAdamW",
     "local4_mixed": "local SGD, H = 4, momentum mixed too, GossipAdamW",
+    "local4_coded": "local SGD, H = 4, 4 bits, momentum mixed too, GossipAdamW",
     "osgp": "Overlap SGP, GossipAdamW",
     "local": "local SGD, H = 10, GossipAdamW",
     "diloco": "DiLoCo, H = 30, GossipAdamW",
@@ -70,6 +71,7 @@ SHOWN: Mapping[str, str] = {
     "two_mixed": "two peers, mixed moments",
     "local2_mixed": "Local SGD, H = 2, mixed moments",
     "local4_mixed": "Local SGD, H = 4, mixed moments",
+    "local4_coded": "Local SGD, H = 4, 4 bits, mixed moments",
     "sgp": "SGP",
     "osgp": "Overlap SGP",
     "local": "Local SGD, H = 10",
@@ -114,6 +116,7 @@ SAID = (
     *(("mixed", workers) for workers in (8, 16)),
     *(("local2_mixed", workers) for workers in (8, 16, 32, 64)),
     ("two_mixed", 16),
+    *(("local4_coded", workers) for workers in (8, 16)),
     *((name, 8) for name in ("sgp", "osgp", "local", "diloco")),
 )
 """The names and the numbers of workers of the distances that pages say."""

@@ -92,7 +92,7 @@ BARS: Mapping[str, str] = {
     "SGP, momentum mixed too, bfloat16": "SGP, mixed, bf16",
     "Overlap SGP, momentum mixed too, bfloat16": "Overlap, mixed, bf16",
     "Local SGD, H = 10": "Local SGD, H = 10",
-    "DiLoCo, H = 30": "DiLoCo, H = 30",
+    "Local SGD, H = 4, 4 bits, momentum mixed too": "Local, H = 4, mixed, 4 bits",
 }
 """The bars of the picture, by the labels of `equal_loss.LINES`; gossip sends bfloat16."""
 
