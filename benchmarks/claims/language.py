@@ -117,6 +117,7 @@ SAID = (
     *(("local2_mixed", workers) for workers in (8, 16, 32, 64)),
     ("two_mixed", 16),
     *(("local4_coded", workers) for workers in (8, 16)),
+    ("local4_mixed", 8),
     *((name, 8) for name in ("sgp", "osgp", "local", "diloco")),
 )
 """The names and the numbers of workers of the distances that pages say."""
