@@ -94,7 +94,7 @@ class DiLoCo(OuterMethod):
             sent uncompressed.
         error_decay: r, the share of the unsent rest e that is kept for the next outer step; 0 <= r <= 1.
         collective: "all_gather" or "all_reduce", with a compressor; the latter sends fewer bytes with three ranks or
-            more. Not over a mailbox.
+            more, and takes one more copy of the model during an outer step. Not over a mailbox, nor with `weighted_by`.
         weighted_by: "tokens", "num_tokens" or "num_steps"; None: all ranks have equal weights.
         merge: `RDA()`, in place of the mean of drifts; without a compressor. None: the mean.
         arrival: see [Note: Late arrival] of `Periodic`; or "adaptive", without a compressor.
@@ -151,6 +151,11 @@ class DiLoCo(OuterMethod):
             raise ValueError(
                 f"{type(self).__name__}: got collective={self.collective!r}, expected one of "
                 f"{', '.join(map(repr, COLLECTIVES))}; 'all_reduce' sends fewer bytes with three ranks or more"
+            )
+        if self.weighted_by is not None and self.collective != DiLoCo.collective:
+            raise ValueError(
+                f"{type(self).__name__}: got weighted_by={self.weighted_by!r} with collective={self.collective!r}, "
+                "expected 'all_gather': the mean of codes in two phases has equal weights; leave collective out"
             )
         if self.weighted_by is not None and self.weighted_by not in WEIGHTS:
             raise ValueError(

@@ -29,18 +29,14 @@ def compressed_average(
     save bytes if they are smaller than 2 / n of the vector.
 
     With collective="all_reduce" a rank sends the bytes of its message almost twice: see [Note: Coded averages] of
-    `CodedAverage`. The mean is coded again, and e has the entries that both codes leave out. With a weight, e and q are
-    multiples of it: q_i = C(decay e_i + w_i x_i), and x <- sum_j q_j / sum_j w_j.
+    `CodedAverage`. The mean is coded again, and e has the entries that both codes leave out. It takes no weight.
     """
     error = m.vector("error", join="zero")  # the entries that the messages of this rank have left out so far
     if collective == "all_reduce":
+        assert weight is None, "the mean of codes has equal weights"
         rest = m.scratch("rest")
-        if weight is not None:
-            x.mul_(weight)
-        numbers = yield Average(x.add_(error, alpha=decay), () if weight is None else (weight,), code, rest)
+        yield Average(x.add_(error, alpha=decay), code=code, rest=rest)
         error.set_(rest)
-        if weight is not None:
-            x.mul_(len(numbers) / total_weight(numbers))
         return
     q = v.encode(code, x.add_(error, alpha=decay))
     received = yield Gather(q, () if weight is None else (weight,))

@@ -28,6 +28,8 @@ from .measuring import Measurement, OverlapChoice
 from .overlap import LateRound, Overlap
 
 _DELAY = re.compile(r"\bdelay=(?:'auto'|[1-9]\d*)")  # in the text of an algorithm whose rounds have a delay
+_NEWER = ", collective='all_gather'"
+"""A setting at its default that checkpoints of version 0.1 do not name."""
 _OVERLAP = "overlap=True"  # the settings of a round of an `Overlap`, which any mixer may have begun
 
 
@@ -276,7 +278,7 @@ class LockstepEngine(Engine):
     @property
     def flight_settings(self) -> str:
         """See `Engine`. A round with a delay ends at the step that was its due, under any other delay too."""
-        return _OVERLAP if self.overlap is not None else _DELAY.sub("delay=...", str(self.mixer))
+        return _OVERLAP if self.overlap is not None else _DELAY.sub("delay=...", str(self.mixer)).replace(_NEWER, "")
 
     def resume_flights(self, saved: Sequence[Mapping[str, Any]], settings: str) -> bool:
         """See `Engine`. A round under training has its correction, which any engine of this class can apply."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..compression.compressor import Compressor
 from ..flat.layout import FlatLayout
 from ..flat.vector import FlatVector, add_
 from ..mixing_manager.base import MixingManager
@@ -184,6 +185,11 @@ class MailDriver(Driver):
     def _payload(self, request: Request) -> Sequence[Tensor]:
         """The tensors of the message for a request; the buffers of the model are in it."""
         match request:
+            case Average(code=Compressor()):
+                raise ValueError(
+                    f"got an Average with a code of {self.algorithm} over a mailbox, expected one without: a round has "
+                    "one message of each worker, and a mean in two phases would need two; yield Gather in its place"
+                )
             case Average(x) | Mix(x):
                 for b, own in zip(x.buffers, self._buffers, strict=False):
                     b.copy_(own)

@@ -28,7 +28,8 @@ class CodedAverage:
         e_i  <- x_i - q_i
         e_k  <- e_k + n (M_k - A_k)       # run k of rank k only
 
-    So the mean of A + e_i is the mean of x_i, and a rank that adds e_i to its next vector loses nothing. A rank sends
+    Both codes of a run make the same random choices, so entries that the first one draws are not lost in the second.
+    The mean of A + e_i is the mean of x_i, and a rank that adds e_i to its next vector loses nothing. A rank sends
     2 (n - 1) / n times the bytes of C(x), as an all-reduce of x sends 2 (n - 1) / n times the bytes of x. Messages of
     whole vectors to all other ranks (`Gather`) are sent n - 1 times.
 
@@ -93,11 +94,11 @@ class CodedAverage:
         sizes = [align(code.num_bytes(run_length(v.x.numel(), n), v.x.dtype), _ALIGNMENT) for v in vectors]
         sent, everyone = (torch.zeros(n, sum(sizes), dtype=torch.uint8, device=vectors[0].x.device) for _ in range(2))
         for v, messages in zip(vectors, sent.split(sizes, 1), strict=True):
-            v.encode(messages, code, 2 * t)
+            v.encode(messages, code, t)
         transport.all_to_all(everyone.view(-1), sent.view(-1), what=what)
         own = sent[0]
         for v, messages, message in zip(vectors, everyone.split(sizes, 1), own.split(sizes), strict=True):
-            v.encode_mean(messages, message, code, 2 * t + 1, rank=transport.rank)
+            v.encode_mean(messages, message, code, t, rank=transport.rank)
         transport.all_gather(everyone.view(-1), own, what=what)
         for v, messages in zip(vectors, everyone.split(sizes, 1), strict=True):
             v.add(messages, code)
@@ -165,9 +166,9 @@ def coded_average(x: Tensor, e: Tensor, code: Compressor, t: int, *, has_feedbac
     e.copy_(x)
     for k, (run, left) in enumerate(zip(runs(x, n), runs(e, n), strict=True)):
         size = run.shape[1]
-        q = code.decompressed(padded(run, length), t=2 * t)
+        q = code.decompressed(padded(run, length), t=t)
         mean = q.mean(0, keepdim=True)
-        average = code.decompressed(mean, t=2 * t + 1)
+        average = code.decompressed(mean, t=t)
         left.sub_(q[:, :size])
         if has_feedback:
             left[k].add_((mean - average)[0, :size], alpha=n)

@@ -489,13 +489,15 @@ class Driver(State):
     def _average_codes(self, x: Vector, rest: Vector, code: Compressor, v: Vectors) -> None:
         """Answer `Average` with a code; the buffers change on all ranks or on none."""
         transport, what = self.transport, f"the coded average in round {v.t}"
-        means = [b.to(wide(b.dtype), copy=True) for b in self._buffers]
+        # Without a membership an error ends training, so nobody needs the buffers from before.
+        means = [b.to(wide(b.dtype), copy=transport.is_elastic) for b in self._buffers]
         with MayBeLost(transport), transport.within(Deadline(transport.timeout)):
             with all_or_none(transport, what=what):
                 layout = x.whole.layout if means else None
                 CodedAverage(transport).run(x, rest, code, v.t, buffers=means, layout=layout)
             for own, mean in zip(self._buffers, means, strict=True):
-                own.copy_(mean)
+                if own is not mean:
+                    own.copy_(mean)
             self.own_buffer_weight *= 1 / transport.world_size
             self._set_weight(v)
             return

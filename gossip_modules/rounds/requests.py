@@ -53,6 +53,13 @@ class Average:
     code: Compressor | None = None
     rest: Vector | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.code, Compressor | None) or (self.code is None) != (self.rest is None):
+            raise ValueError(
+                f"got Average with code={self.code!r} and {'no' if self.rest is None else 'a'} rest, expected a "
+                "Compressor and a vector of m.scratch, or neither; the rest is the part that the sent codes leave out"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -146,6 +146,8 @@ def check_operations(folder: Path) -> None:
     single = getattr(world, "all_gather_single", world._allgather_base)
     single(x := torch.empty(2 * n), torch.tensor([rank, 1.0])).wait()
     assert x.view(n, 2)[:, 0].tolist() == list(range(n))
+    dist.all_to_all_single(x := torch.empty(n), rank * n + torch.arange(n, dtype=torch.float32))
+    assert x.tolist() == [i * n + rank for i in range(n)]
     received = torch.empty(4)
     operations = [
         dist.P2POp(dist.isend, torch.full((4,), float(rank)), (rank + 1) % n),

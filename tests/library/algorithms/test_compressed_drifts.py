@@ -55,8 +55,8 @@ def averaged(outer: DiLoCo, e: Tensor, t: int) -> Tensor:
     rows = torch.nn.functional.pad(e, (0, n * length - d)).view(n, n, length)  # rank, run, element
     mean = torch.zeros(n, length, dtype=e.dtype)
     for k in range(n):
-        q = torch.stack([meant(outer.compressor, row, 2 * t) for row in rows[:, k]])
-        mean[k] = meant(outer.compressor, q.mean(0), 2 * t + 1)
+        q = torch.stack([meant(outer.compressor, row, t) for row in rows[:, k]])
+        mean[k] = meant(outer.compressor, q.mean(0), t)
         rows[:, k] -= q
         rows[k, k] += n * (q.mean(0) - mean[k])
     e.copy_(rows.view(n, -1)[:, :d])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossip_modules import DiLoCo, GossipDataParallel, Membership, NoLoCo, StreamingDiLoCo, TopK, gossip
+from gossip_modules.compression import Absmax
 from gossip_modules.graph_manager import CompleteGraph
 from gossip_modules.mixing_manager import UniformMixing
 from tests.harness.problems import mlp
@@ -106,6 +107,10 @@ def test_fragments_keep_their_own_counts_when_a_layer_is_frozen() -> None:
 def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="got weighted_by='steps', expected one of 'tokens', 'num_tokens'"):
         DiLoCo(weighted_by="steps")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="got weighted_by='tokens' with collective='all_reduce', expected 'all_gather'"
+    ):
+        DiLoCo(weighted_by="tokens", compressor=Absmax(8), collective="all_reduce")
     with pytest.raises(ValueError, match=r"got weights by tokens or steps .*no count .* `model.count_tokens"):
         train(DiLoCo(5, weighted_by="tokens"), tokens=(0, 0), num_steps=6)
 

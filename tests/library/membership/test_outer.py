@@ -40,6 +40,7 @@ PERIOD = 1 << 20  # steps: no round ends the window
         gm.MuLoCo(PERIOD),
         gm.IsoLoCo(PERIOD),
         gm.SparseLoCo(PERIOD),
+        gm.DiLoCo(PERIOD, compressor=gm.QSGD(8, unbiased=True), collective="all_reduce"),
         gm.SlowMo(PERIOD),
         gm.NoLoCo(PERIOD),
         gm.GASLoC(PERIOD),

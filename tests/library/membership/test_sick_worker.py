@@ -21,6 +21,7 @@ TEXTS = {  # with rounds every few steps
     "muloco": "MuLoCo(sync_every=2)",
     "isoloco": "IsoLoCo(sync_every=2)",
     "sparseloco": "SparseLoCo(sync_every=2)",
+    "pulseloco": "PULSELoCo(sync_every=2)",
     "slowmo": "SlowMo(sync_every=2)",
     "noloco": "NoLoCo(sync_every=2)",
     "gasloc": "GASLoC(sync_every=2)",

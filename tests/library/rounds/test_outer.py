@@ -50,6 +50,7 @@ METHODS: list[OuterMethod] = [
     GASLoC(3),
     SparseLoCo(3, compressor=ChunkTopK(3, 16, values=TwoBit(8))),
     DiLoCo(3, compressor=QSGD(4, bucket_size=8, unbiased=True)),
+    DiLoCo(3, compressor=QSGD(4, bucket_size=8, unbiased=True), collective="all_reduce"),
 ]
 NAMES_BUT_FIRST = [name for name, _ in net().named_children() if name != "first"]
 LATE: list[OuterMethod] = [
@@ -58,6 +59,7 @@ LATE: list[OuterMethod] = [
     GASLoC(3, fragments=2, delay=1),
     SparseLoCo(3, compressor=RandomK(0.1), fragments=2, delay=1),
     StreamingDiLoCo(4, fragments=2, delay=2, compressor=QSGD(4, bucket_size=8, unbiased=True), error_decay=0.9),
+    StreamingDiLoCo(4, fragments=2, delay=2, compressor=QSGD(8, unbiased=True), collective="all_reduce"),
     EagerDiLoCo(3, fragments=[["first"], NAMES_BUT_FIRST], compressor=QSGD(4, bucket_size=8, unbiased=True)),
 ]
 

@@ -58,6 +58,7 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
         DiLoCo(3),
         DiLoCo(3, merge=gm.RDA()),
         DiLoCo(3, compressor=gm.QSGD(4, bucket_size=8, unbiased=True), error_decay=0.9),
+        DiLoCo(3, compressor=gm.QSGD(4, bucket_size=8, unbiased=True), collective="all_reduce"),
     ],
     SparseLoCo: [SparseLoCo(3, compressor=gm.TopK(0.3))],
     gm.PULSELoCo: [gm.PULSELoCo(3)],

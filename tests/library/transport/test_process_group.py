@@ -116,6 +116,10 @@ def test_collectives_and_their_bytes(make: Make, n: int) -> None:
         transport.all_gather(out, filled(transport.rank), what="a gather")
         assert torch.equal(out, torch.cat([filled(j) for j in range(n)]))
         assert sent() == 16 * (n - 1)
+        out = torch.zeros(2 * n)
+        transport.all_to_all(out, transport.rank + torch.arange(n).repeat_interleave(2) / 10, what="an all-to-all")
+        torch.testing.assert_close(out, torch.arange(n).repeat_interleave(2) + transport.rank / 10)
+        assert sent() == 8 * (n - 1)
 
     run_ranks(n, body)
 
@@ -177,7 +181,7 @@ def test_a_closed_peer_is_named_at_once(make: Make, is_send: bool) -> None:
 
 
 @every_transport
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "all_to_all"])
 def test_a_collective_names_itself_and_the_missing_ranks(make: Make, name: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() == 1:
@@ -187,6 +191,7 @@ def test_a_collective_names_itself_and_the_missing_ranks(make: Make, name: str) 
             "all_reduce": lambda: transport.all_reduce(torch.zeros(4), what="a test"),
             "broadcast": lambda: transport.broadcast(torch.zeros(4), source=0, what="a test"),
             "all_gather": lambda: transport.all_gather(torch.zeros(12), torch.zeros(4), what="a test"),
+            "all_to_all": lambda: transport.all_to_all(torch.zeros(6), torch.zeros(6), what="a test"),
         }
         pattern = rf"(?s)^rank {group.rank()}: a test among ranks \[0, 1, 2\] failed after \d\.\d s \(timeout 0\.4 s\)"
         pattern += r": rank 1 did not take part in a test; all ranks must, at the same point"

@@ -44,6 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
     "DiLoCo, Adam": {
         "algorithm": DiLoCo(4, delay=2, optimizer=lambda x: torch.optim.Adam(x, lr=0.05), arrival="carry")
     },
+    "DiLoCo, codes in two phases": {
+        "algorithm": DiLoCo(3, delay=2, compressor=QSGD(4, bucket_size=8, unbiased=True), collective="all_reduce")
+    },
     "DiLoCo, compressed": {"algorithm": DiLoCo(3, delay=2, compressor=QSGD(4, bucket_size=8, unbiased=True))},
     "DiLoCo, by tokens": {"algorithm": DiLoCo(4, delay=2, weighted_by="tokens")},
     "DiLoCo, RDA": {"algorithm": DiLoCo(4, delay=2, merge=RDA(without=["first"]))},
