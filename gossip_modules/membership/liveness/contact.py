@@ -27,8 +27,8 @@ class Contact:
     """The address of a worker, and its secret for identification.
 
     [Note: secrets of workers] Each worker draws a random number. The others read it in the roster. Both ends of a
-    connection to the worker show that they know it, by a `Handshake`, which shows it to nobody and fits no other
-    connection. So a stranger cannot speak in the name of the worker. A program that reads the store, or the traffic
+    connection to the worker show that they know it, by a `Handshake`, which does not contain it and fits no other
+    connection. So a stranger cannot send messages as this worker. A program that reads the store, or the traffic
     between workers, can, unless the job has a key: then the secret is a code of the number under the key.
 
     Attributes:
@@ -60,8 +60,8 @@ class Greeting:
 
     Attributes:
         answer: to send, once the hello of the worker has come; empty: it has not, or this was sent.
-        is_whole: whether the worker has shown that it is there; None: not yet; False: another program is.
-        has_hello: whether a program that says so has that port; it may be a stranger.
+        is_whole: whether the worker has shown its secret; None: not yet; False: another program has the port.
+        has_hello: whether the hello of the worker has come; a stranger may have sent it.
     """
 
     def __init__(self, contact: Contact, job: bytes, key: bytes | None) -> None:
@@ -101,7 +101,7 @@ class LifeSign(enum.Enum):
 
     LIVES = "lives"
     ENDED = "has ended"  # its machine refuses the connection, or another program has its port
-    SILENT = "is silent"  # it is stopped, or its machine is out of reach
+    SILENT = "is silent"  # it is stopped, its machine is out of reach, or the connection was closed
 
 
 def probe(
@@ -128,21 +128,20 @@ def probe(
             for event, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
                 worker, other = event.data, event.fileobj
                 assert isinstance(other, socket.socket)
+                is_refused, data = False, b""
                 try:
                     data = other.recv(64)
-                except ConnectionRefusedError:
-                    data = b""
-                except OSError:  # no route, or no answer: nothing shows that the process has ended
-                    selector.unregister(other)
-                    continue
+                except OSError as error:  # no route, or no answer: nothing shows that the process has ended
+                    is_refused = isinstance(error, ConnectionRefusedError)
                 greeting = greetings[worker]
                 greeting.take(data)
                 if answer := greeting.taken():
                     send(other, answer)
                 if greeting.is_whole:
                     signs[worker] = LifeSign.LIVES
-                elif not data or greeting.is_whole is False:
+                elif is_refused or greeting.is_whole is False:
                     signs[worker] = LifeSign.ENDED
+                if not data or greeting.is_whole is False:  # closed: perhaps to make room for another connection
                     selector.unregister(other)
     return signs
 

@@ -89,10 +89,10 @@ class LivenessMonitor:
 
     [Note: strangers at a listener] A listener and the worker that connects show each other that they know the secret
     of the listener's worker: see `Handshake`. The listener begins. From then on it sends heartbeats, and the connection
-    is kept. Strangers cannot answer. All others are bounded in
-    number, by `BoundedListener`, and in time, by HANDSHAKE_SECONDS. If a connection closes between the hello and the
-    first heartbeat, the listener may have made room for another connection. So the watcher connects again. If the
-    machine refuses the connection, the process has ended.
+    is kept. Strangers cannot answer. Connections without an answer are bounded in number, by `BoundedListener`, and in
+    time, by HANDSHAKE_SECONDS. If a connection closes between the hello and the first heartbeat, the listener may have
+    made room for another connection. So the watcher connects again. If the machine refuses the connection, the process
+    has ended.
 
     Args:
         worker: the id of this worker.
@@ -207,7 +207,7 @@ class LivenessMonitor:
                     log.exception("the liveness of a worker goes on after an error")
                     self._is_closed.wait(self._interval)
             for caller in (*self._strangers, *self._watchers):
-                if self.is_leaving:
+                if self.is_leaving and caller in self._watchers:  # a code is due to the others, and nothing else
                     send(caller.socket, _LEAVING)
                 self._disconnect(caller)
             for peer in tuple(self._connected):

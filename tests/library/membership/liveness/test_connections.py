@@ -25,7 +25,7 @@ from gossip_modules.membership.liveness.contact import (
 from gossip_modules.membership.liveness.monitor import LivenessMonitor
 from gossip_modules.transport import bounded_listener
 from gossip_modules.transport.bounded_listener import MIN_CONNECTIONS
-from gossip_modules.transport.job_key import Handshake
+from gossip_modules.transport.job_key import CODE_BYTES, Handshake
 
 SECONDS = 30.0
 JOB = digest("job")
@@ -98,7 +98,7 @@ def is_closed(stranger: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["no-key", "key"])
-def test_what_was_said_over_one_connection_is_refused_over_another(key: bytes | None, beats: Beats) -> None:
+def test_messages_of_one_connection_are_refused_over_another(key: bytes | None, beats: Beats) -> None:
     """A recorded answer is refused by the listener, and a recorded greeting by the worker that connects."""
     mine = beats(0, key=key)
     with call(mine) as watcher:
@@ -126,7 +126,7 @@ def test_a_stranger_with_the_roster_and_without_the_key_is_refused_by_both_ends(
         assert len(greeting) == HELLO.size, "no proof for strangers"
         assert is_closed(caller)
     signs = probe({1: stranger.contact}, job=JOB, seconds=SECONDS, key=KEY)
-    assert signs == {1: LifeSign.ENDED}
+    assert signs == {1: LifeSign.SILENT}
     assert probe({0: mine.contact}, job=JOB, seconds=SECONDS, key=KEY) == {0: LifeSign.LIVES}
 
 
@@ -298,3 +298,35 @@ def test_a_worker_that_leaves_in_order_has_not_ended(beats: Beats) -> None:
         wait_for(lambda: not fake.mine._connected)
         threading.Event().wait(0.1)
         assert fake.ended == []
+
+
+@pytest.mark.parametrize(("rest", "expected"), [(b"", LifeSign.SILENT), (bytes(CODE_BYTES), LifeSign.ENDED)])
+def test_a_close_after_the_hello_does_not_show_that_a_worker_has_ended(rest: bytes, expected: LifeSign) -> None:
+    """The worker may have made room for another connection; a wrong code shows that another program has the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(SECONDS)
+        contact = Contact(7, listener.getsockname(), bytes(16))
+
+        def serve() -> None:
+            with listener.accept()[0] as other:
+                other.settimeout(SECONDS)
+                other.sendall(contact.hello(JOB, bytes(16)))
+                read(other, Handshake.ANSWER_BYTES)
+                other.sendall(rest)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert probe({7: contact}, job=JOB, seconds=SECONDS) == {7: expected}
+        thread.join(SECONDS)
+
+
+def test_a_worker_that_leaves_tells_its_watchers_only(beats: Beats) -> None:
+    """Others would take the message for a part of the code."""
+    mine = beats(0)
+    mine.is_leaving = True
+    with call(mine) as watcher, call(mine) as stranger:
+        greet(mine, watcher)
+        read(stranger, HELLO.size)
+        mine.close()
+        assert read(stranger, 1) == b""
+        assert read(watcher, 1 << 20).strip(b"+") == b"."

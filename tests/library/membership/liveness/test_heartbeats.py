@@ -156,11 +156,11 @@ def test_a_probe_tells_living_ended_and_silent_workers_apart() -> None:
         assert probe(contacts, job=job, seconds=0.5) == {2: LifeSign.SILENT, 3: LifeSign.ENDED}
         thread.join()
     assert probe({1: contact}, job=job, seconds=SECONDS) == {1: LifeSign.LIVES}
-    for worker, secret in ((2, contact.secret), (1, bytes(16))):
-        another = Contact(worker, contact.address, secret)
-        assert probe({worker: another}, job=job, seconds=SECONDS) == {worker: LifeSign.ENDED}, (
-            "another has the port now"
-        )
+    for another, sign in (
+        (Contact(2, contact.address, contact.secret), LifeSign.ENDED),  # another worker has the port now
+        (Contact(1, contact.address, bytes(16)), LifeSign.SILENT),  # it refuses the answer
+    ):
+        assert probe({7: another}, job=job, seconds=SECONDS) == {7: sign}
     mine.close()
     assert probe({1: contact}, job=job, seconds=SECONDS) == {1: LifeSign.ENDED}
 
