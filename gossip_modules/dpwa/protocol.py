@@ -211,21 +211,16 @@ class PeerConnection:
             hello = handshake.hello()
             self._send([_HELLO + hello], deadline)
             reply = handshake.reply(hello, self._receive_bytes(Handshake.ANSWER_BYTES, deadline))
+            self._send([reply or bytes(CODE_BYTES)], deadline)  # zeros are a wrong code: the other end says so
             if reply is None:
                 raise RefusedModelError(f"got a stranger, {_KEY}")
-            self._send([reply], deadline)
             return
-        try:
-            hello = self._receive_bytes(len(_HELLO) + NONCE_BYTES, deadline)
-        except TimeoutError as error:
-            raise RefusedModelError(f"got no word, {_KEY}") from error
+        hello = self._receive_bytes(len(_HELLO) + NONCE_BYTES, deadline)
+        if not hello.startswith(_HELLO):
+            raise RefusedModelError(f"got a stranger, {_KEY}")
         answer, expected = handshake.answer(hello[len(_HELLO) :])
         self._send([answer], deadline)
-        try:
-            code = self._receive_bytes(CODE_BYTES, deadline)
-        except ConnectionError as error:
-            raise RefusedModelError(f"got a connection that was closed at once, {_KEY}") from error
-        if not hmac.compare_digest(code, expected):
+        if not hmac.compare_digest(self._receive_bytes(CODE_BYTES, deadline), expected):
             raise RefusedModelError(f"got a stranger, {_KEY}")
 
     def send(self, message: MessageHeader, model: memoryview | None = None, *, deadline: float) -> None:

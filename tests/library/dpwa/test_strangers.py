@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gossip_modules.dpwa import protocol, server
 from gossip_modules.dpwa.fetcher import Fetched
 from gossip_modules.dpwa.interpolation import Standing
-from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind
+from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind, PeerLostError
 from gossip_modules.engine.snapshots import MAX_SNAPSHOTS
 from gossip_modules.transport import bounded_listener
 from gossip_modules.transport.job_key import Handshake
@@ -380,8 +380,8 @@ def test_with_a_key_a_model_goes_to_a_worker_with_the_same_key_only(
         assert served.count("num_models_sent") == 0
 
 
-def test_what_a_worker_has_said_is_of_no_use_to_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger repeats the words of a worker, over another connection; none of them gets a model."""
+def test_recorded_messages_of_a_worker_get_a_stranger_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger repeats them over another connection."""
     monkeypatch.setenv("GOSSIP_JOB_KEY", "sixteen bytes and more")
     with serving(X) as served:
         served.publish(X, Standing())
@@ -396,3 +396,34 @@ def test_what_a_worker_has_said_is_of_no_use_to_a_stranger(monkeypatch: pytest.M
             wait_until_closed(stranger)
         wait_for(lambda: served.count("num_refused_connections") == 2)
         assert served.count("num_models_sent") == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [(None, TimeoutError), (b"", PeerLostError), (b"gdpw-key" + bytes(16), PeerLostError), (b"GET " * 6, ValueError)],
+    ids=["slow", "dead", "dead-after-hello", "another-program"],
+)
+def test_with_a_key_a_slow_or_dead_peer_is_no_stranger(
+    said: bytes | None, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOSSIP_JOB_KEY", "sixteen bytes and more")
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as accepted:
+        listener.settimeout(TIMEOUT)
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            if said is None:
+                accepted.enter_context(peer)  # until the end of the test
+                return
+            with peer:
+                peer.sendall(said)
+                if said.startswith(b"gdpw"):
+                    read(peer, Handshake.ANSWER_BYTES)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        fetcher = Asking(f"tcp://127.0.0.1:{listener.getsockname()[1]}", X).fetcher
+        seconds = 0.3 if said is None else TIMEOUT
+        with pytest.raises(error), fetcher._asking("s", MessageKind.FETCH, time.monotonic() + seconds):
+            pass
+        thread.join(TIMEOUT)
