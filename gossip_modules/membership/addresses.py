@@ -40,14 +40,14 @@ def connect_groups(
     Args:
         places: by name of each group, the rank of this worker in it, and its size.
         exchange: see `Exchange`; the workers of all groups call it. A RuntimeError of it ends this function.
-        patience: the longest time to connect, when the addresses are known.
+        patience: the longest time to connect and to show the key, when the addresses are known.
         host: see `gloo_backend`.
         key: the key of the job; None: it has none.
 
     Raises:
         RuntimeError: a rank does not connect in time, or a stranger has connected in its place.
     """
-    addresses, devices = Addresses(len(places)), gloo_devices(host)
+    addresses, devices, deadlines = Addresses(len(places)), gloo_devices(host), list[Deadline]()
 
     def make(name: str, rank: int, size: int) -> Any:
         with addresses:
@@ -61,21 +61,21 @@ def connect_groups(
         with addresses:
             for device in range(num_devices(host)):
                 addresses.add(exchange(str(device), addresses.own(device)))
+            deadlines.append(Deadline(patience))  # of the connections and the key together
 
     makes: list[Callable[[], Any]] = [exchange_all, *(partial(make, name, *place) for name, place in places.items())]
     try:
         _, *backends = at_once(makes, name="connecting")
         close_ports_at(addresses.published)
         if key is not None:
-            _show_key(key, places, backends, patience)
+            _show_key(key, places, backends, deadlines[0])
     finally:
         devices.clear()  # the traceback of an error would keep them
     return backends
 
 
-def _show_key(key: bytes, places: Mapping[str, tuple[int, int]], backends: Sequence[Any], patience: timedelta) -> None:
+def _show_key(key: bytes, places: Mapping[str, tuple[int, int]], backends: Sequence[Any], deadline: Deadline) -> None:
     """The three messages of `Handshake`, over all connections at once; the lower rank of each is the listener."""
-    deadline = Deadline(patience)
     ends = [
         (backend, rank, peer, Handshake(key, "link", name, min(rank, peer), max(rank, peer)))
         for (name, (rank, size)), backend in zip(places.items(), backends, strict=True)
