@@ -17,7 +17,7 @@ from ..flat.buffer import FlatBuffer
 from ..flat.sharded import local_of
 from ..state import transient
 from ..transport.process_group import ProcessGroupTransport
-from ..transport.stores import BoundedStore
+from ..transport.stores import BoundedStore, ForeignValueError
 from .hooks import StepListener, holds_any
 from .moment import sample
 
@@ -101,6 +101,7 @@ class EqualSteps(StepListener):
 
         Raises:
             RuntimeError: they are equal without a reason.
+            ForeignValueError: some ranks have the key of the job, and others do not.
         """
         if not isinstance(transport, ProcessGroupTransport) or transport.world_size == 1:
             self.start *= _FACTOR
@@ -111,6 +112,8 @@ class EqualSteps(StepListener):
         try:
             if self._store is not None and self._probes[0] is self.buffer.parameters[self._places[0]]:
                 self._compare(self._store, step, transport)
+        except ForeignValueError:  # some ranks have the key of the job, and others do not
+            raise
         except ConnectionError:  # of the store, which rounds do not need
             self._store = None
         finally:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from .stores import Records
+from .stores import ForeignValueError, Records
 
 _LOOK_SECONDS = 0.5  # into a wait; then at twice as many, and so on
 _TICK_SECONDS = 0.25
@@ -99,12 +99,12 @@ class ChangeBoard:
     # A rank that fails.
 
     def raise_if_known(self) -> None:
-        """Raise ValueError where it is known that the tensors of ranks differ; asks nobody."""
+        """Raise ValueError where it is known that the tensors or the keys of ranks differ; sends no request."""
         if self._difference:
             raise ValueError(self._difference)
 
     def check(self, *, is_there: bool = False) -> None:
-        """After a failure: raise ValueError where the tensors of ranks differ, naming them and the first tensor.
+        """After a failure: raise ValueError where tensors or keys of ranks differ, naming ranks and the first tensor.
 
         is_there: whether another rank was met in another operation than this one, which may be the comparison.
         """
@@ -120,6 +120,9 @@ class ChangeBoard:
         """The places of all ranks, as far as the store answers."""
         try:
             self._places |= {rank: _Place(*place) for rank, *place in self._records.new()}
+        except ForeignValueError as error:  # some ranks have the key of the job, and others do not
+            self._end(str(error))
+            return {}
         except (ConnectionError, RuntimeError):
             return {}
         return dict(self._places)
@@ -152,10 +155,14 @@ class ChangeBoard:
             if ours != theirs:
                 texts.append(f"rank {self._names[rank]} has {ours} where rank {self._names[first]} has {theirs}")
         if texts:
-            self._difference = f"ranks do not exchange the same tensors any more: {'; '.join(texts)}; {REMEDY}"
-            end_waits = self._end_waits()
-            if end_waits is not None:
-                end_waits()
+            self._end(f"ranks do not exchange the same tensors any more: {'; '.join(texts)}; {REMEDY}")
+
+    def _end(self, difference: str) -> None:
+        """End the waits of this rank; `check` and `raise_if_known` raise an error with this text."""
+        self._difference = difference
+        end_waits = self._end_waits()
+        if end_waits is not None:
+            end_waits()
 
     def close(self) -> None:
         """End the thread. Idempotent."""

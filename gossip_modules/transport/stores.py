@@ -41,9 +41,10 @@ class BoundedStore:
 
     [Note: signed values] torch's TCPStore knows no passwords, so a stranger can write there. With a key each value has
     a code of its place and of itself in front, and another value is an error where it is read. Numbers that `add`
-    changes have none, as the store itself adds. A stranger who can read can put an old value of the same place back;
-    names of places therefore have numbers that do not come again, such as the id of a worker or the number of a
-    generation, and `SharedRoster` counts its values. A stranger can also delete values.
+    changes have none, as the store itself adds. A stranger who can read can put an old value of the same place back.
+    In a membership, names of places therefore have numbers that do not come again, such as the id of a worker or the
+    number of a generation, and `SharedRoster` counts its values. In groups of torchrun, names come again after a
+    restart. A stranger can also delete values.
 
     Args:
         store: a store of any kind.
@@ -125,7 +126,8 @@ class BoundedStore:
     def compare_set(self, key: str, expected: str, value: str, *, what: str, timeout: timedelta | None = None) -> bytes:
         """Put `value` under `key` if `expected` is there ("": nothing); returns the value afterwards. See `get`."""
         texts = [self._signed(key, text).decode() if text else "" for text in (expected, value)]
-        return self._opened(key, self._ask(lambda: self._store.compare_set(key, *texts), what, timeout))
+        found = self._ask(lambda: self._store.compare_set(key, *texts), what, timeout)
+        return self._opened(key, found) if found else found  # no value is there, or one of a stranger, to be replaced
 
     def delete(self, key: str, *, what: str, timeout: timedelta | None = None) -> None:
         """Take `key` away, if it is there. See `add`."""
@@ -147,7 +149,7 @@ class BoundedStore:
         return b"".join([_SIGNED, code.hex().encode(), b" ", content])
 
     def _opened(self, key: str, value: bytes) -> bytes:
-        if not value or (self._secret is None and not value.startswith(_SIGNED)):
+        if self._secret is None and not value.startswith(_SIGNED):
             return value
         code, _, content = value[len(_SIGNED) :].partition(b" ")
         is_signed = value.startswith(_SIGNED) and len(code) == 2 * CODE_BYTES

@@ -68,7 +68,7 @@ def test_a_value_is_read_where_it_was_written_and_nowhere_else() -> None:
     assert store.compare_set("c", "new", "newer", what="") == b"newer"
     assert store.compare_set("c", "new", "x", what="") == b"newer"
     raw.set("b", raw.get("a"))  # type: ignore[arg-type]
-    for value in (raw.get("a"), b"value", raw.get("a")[:-1], raw.get("a") + b"+"):
+    for value in (raw.get("a"), b"value", raw.get("a")[:-1], raw.get("a") + b"+", b""):
         raw.set("b", value)  # type: ignore[arg-type]
         with pytest.raises(
             ForeignValueError, match=r"value of 'here/b' .* not signed with this job's key.*set GOSSIP_JO"

@@ -15,11 +15,11 @@ from gossip_modules.transport.stores import BoundedStore, Records
 class Rank:
     """One rank of two or more; `step` is that which comes next, and `num_ended` how often its waits were ended."""
 
-    def __init__(self, store: dist.Store, rank: int, *, num_ranks: int = 2) -> None:
+    def __init__(self, store: dist.Store, rank: int, *, num_ranks: int = 2, key: bytes | None = None) -> None:
         self.step, self.tensors, self.num_ended = 0, ["a", "b"], 0
         self.waiting: dict[int, float] = {}
         self.board = ChangeBoard(
-            Records(BoundedStore(store, timeout=timedelta(seconds=1))),
+            Records(BoundedStore(store, timeout=timedelta(seconds=1), key=key)),
             rank,
             range(10, 10 + num_ranks),
             step=lambda: self.step,
@@ -96,6 +96,23 @@ def test_a_wait_that_lasts_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     assert other.num_ended == 1
     with pytest.raises(ValueError, match="rank 11 has 'a' where rank 10 has 'b'"):
         other.board.raise_if_known()
+
+
+def test_ranks_of_which_some_have_the_key_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    one, other = Rank(store, 0, key=b"the key of the job"), Rank(store, 1)
+    one.announce("b")
+    other.step = 1
+    monkeypatch.setattr("gossip_modules.transport.change_board._LOOK_SECONDS", 0.0)
+    other.waiting[0] = time.monotonic()
+    other.board.look()
+    assert other.num_ended == 1
+    with pytest.raises(ValueError, match="is signed, and this process has no key"):
+        other.board.raise_if_known()
+    store.set("2", "[1]")
+    store.add("count", 1)
+    with pytest.raises(ValueError, match="is not signed with this job's key"):
+        one.board.check()
 
 
 class CannotCount(dist.Store):
