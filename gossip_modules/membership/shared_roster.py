@@ -258,7 +258,7 @@ class SharedRoster:
             "workers with one release, or give this job another name="
         )
         if self.roster.is_member(self.worker):
-            log.warning("%s; this worker trains on, but nobody can join it", self.other_format)
+            log.warning("%s; this worker trains on, but no other worker can join it", self.other_format)
 
     def gather(
         self,
@@ -374,7 +374,7 @@ class SharedRoster:
         except (ConnectionError, dist.DistError, RuntimeError) as error:
             if isinstance(error, ForeignValueError) and str(error) != self._last_foreign:
                 self._last_foreign = str(error)
-                log.error("job %s: %s; this worker trains on, but nobody can join it", self.name, error)
+                log.error("job %s: %s; this worker trains on, but no other worker can join it", self.name, error)
             return False
         self._last_foreign = ""
         return True

@@ -56,7 +56,7 @@ def code_of(key: bytes | None, *names: object, content: bytes | memoryview = b""
 
 
 def is_code(code: bytes | memoryview, key: bytes | None, *names: object, content: bytes | memoryview = b"") -> bool:
-    """Whether a code is that of `code_of`, in constant time."""
+    """Whether a code is equal to the result of `code_of`; the comparison takes constant time."""
     return hmac.compare_digest(bytes(code), code_of(key, *names, content=content))
 
 
@@ -65,8 +65,8 @@ class Handshake:
 
     [Note: three messages] The listener sends a nonce; the other end answers with a nonce of its own and a code of both;
     the listener sends another code of both. So each end knows that the other one has the key, and has sent this now, on
-    this connection. Whoever stands between the two can pass the messages on, and then change all later bytes: only
-    encryption keeps it out.
+    this connection. A program between the two can pass the messages on, and then change all later bytes: only
+    encryption prevents this.
 
     Args:
         key: the key.

@@ -149,7 +149,7 @@ def test_a_roster_of_another_format_is_told_and_not_overwritten(which: int, monk
         assert not newcomer.update([come(9)])
     assert store.get(KEY).decode() == text
     assert len(logged) == 1
-    assert re.search(f"{message}.*; this worker trains on, but nobody can join it", logged[0])
+    assert re.search(f"{message}.*; this worker trains on, but no other worker can join it", logged[0])
     clock.now += 30.0
     assert not newcomer.update([come(9)])
     assert member.update(), "nobody writes the other one any more"
