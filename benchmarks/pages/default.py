@@ -90,7 +90,7 @@ BARS: Mapping[str, str] = {
     "SGP, bfloat16": "SGP, bf16",
     "Overlap SGP, bfloat16": "Overlap SGP, bf16",
     "SGP, momentum mixed too, bfloat16": "SGP, mixed, bf16",
-    "Overlap SGP, momentum mixed too, bfloat16": "Overlap, mixed, bf16",
+    "Overlap SGP, momentum mixed too, bfloat16": "Overlap SGP, mixed, bf16",
     "Local SGD, H = 10": "Local SGD, H = 10",
     "Local SGD, H = 4, 4 bits, momentum mixed too": "Local, H = 4, mixed, 4 bits",
 }
