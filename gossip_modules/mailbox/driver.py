@@ -37,6 +37,11 @@ _KINDS = {Average: "average", Gather: "average", Mix: "mix", Share: "mix"}
 _EXTRA = 1 << 16  # bytes of a message beside its tensors
 
 
+def largest_message(layout: FlatLayout) -> int:
+    """Return the largest size of a message of a vector, in bytes: twice those of all entries, and a bit for each."""
+    return 2 * layout.num_bytes + sum(-(-segment.numel // 8) for segment in layout.segments) + _EXTRA
+
+
 class Written(Mixer):
     """A mixer that writes the result of a round which the medium has already."""
 
@@ -147,7 +152,7 @@ class MailDriver(Driver):
     # A round.
 
     def _stream(self, kind: str, layout: FlatLayout) -> Stream:
-        return Stream(self.job, f"{self.name}-{kind}", max_bytes=2 * layout.num_bytes + _EXTRA)
+        return Stream(self.job, f"{self.name}-{kind}", max_bytes=largest_message(layout))
 
     def post(self, x: FlatVector, k: int, *, until: float) -> None:
         """Begin a round, and send its message in a thread; nothing if the missed rounds are not there in time.
