@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -176,7 +176,7 @@ HEADER_BYTES = 8 * len(Header._fields)
 
 
 class Deltas:
-    """Exchanges messages of 16-bit words; over a link travels what has changed since its last message.
+    """Exchanges messages of 16-bit words; each link carries the changes since its last message.
 
     [Note: deltas] Both ends of a link keep the last message of each direction. The sender subtracts it, word by word,
     from the new one. The words are subtracted as integers: a change of one is one unit in the last place. All changes
@@ -206,9 +206,7 @@ class Deltas:
         self.is_cut_off = False  # an exchange has failed, and its messages may have changed one end of a link only
         self._sizes: list[tuple[int, int]] | None = []  # of messages, and of whole ones; None: they were compared
 
-    def exchange(
-        self, sends: Messages, recvs: Messages, *, tag: int, fill: Callable[[int], None] | None = None
-    ) -> Pending:
+    def exchange(self, sends: Messages, recvs: Messages, *, tag: int) -> Pending:
         """Post the messages of one round; see `Transport.exchange`.
 
         Args:
@@ -216,7 +214,6 @@ class Deltas:
             recvs: the memory of the message of each in-peer, one tensor: uint8 [2 d]; it holds the message after
                 `wait()`, and until the next one of this peer nothing else may write to it.
             tag: the round.
-            fill: `fill(0)` writes the message first.
 
         Raises:
             RuntimeError: an earlier exchange has failed.
@@ -228,8 +225,6 @@ class Deltas:
                 "ranks, or start all ranks from a checkpoint"
             )
         self.is_cut_off = True
-        if fill is not None:
-            fill(0)
         return PendingDeltas(self, self._streams(sends), recvs, tag=tag)
 
     def _streams(self, sends: Messages) -> dict[int, tuple[Tensor, Tensor]]:
@@ -237,7 +232,7 @@ class Deltas:
         self.number += 1
         groups: dict[int, list[int]] = {}  # peers by the number of the last message to them
         for peer, (message,) in sends.items():
-            link = self._link(self.outgoing, peer, message)
+            link = self.link(self.outgoing, peer, message)
             groups.setdefault(link.number, []).append(peer)
         streams: dict[int, tuple[Tensor, Tensor]] = {}
         kept: Tensor | None = None  # the memory that now holds this message
@@ -251,7 +246,7 @@ class Deltas:
             rooms = [link.room(words) for link in links]
             parts = [torch.tensor(header, device=words.device).view(torch.uint8), *changes.parts]
             padding = max(0, max(rooms) - changes.num_bytes)
-            stream = torch.cat([*parts, words.new_zeros(padding, dtype=torch.uint8)])
+            stream = torch.cat([*parts, words.new_zeros(padding, dtype=torch.uint8)]).to(self.wire_device(words))
             for peer, link, room in zip(peers, links, rooms, strict=True):
                 stop = HEADER_BYTES + room
                 streams[peer] = stream[:stop], stream[stop : max(stop, HEADER_BYTES + changes.num_bytes)]
@@ -263,8 +258,13 @@ class Deltas:
             self.outgoing[peer].words, self.outgoing[peer].number = kept, self.number
         return streams
 
+    def wire_device(self, message: Tensor) -> torch.device:
+        """The device of the streams of a message: of the wire, as a transport keeps a staging buffer for each size."""
+        wire = self.transport.device
+        return message.device if message.device.type == wire.type else wire
+
     @staticmethod
-    def _link(links: dict[int, _Link], peer: int, message: Tensor) -> _Link:
+    def link(links: dict[int, _Link], peer: int, message: Tensor) -> _Link:
         """Return the link, anew if the message has another length, with its words on the device of the message."""
         link = links.setdefault(peer, _Link())
         if link.words is not None and 2 * len(link.words) != len(message):
@@ -309,9 +309,9 @@ class PendingDeltas:
         self._rest = {peer: rest for peer, (_, rest) in streams.items() if rest.numel()}
         self._streams: dict[int, Tensor] = {}
         for peer, (message,) in recvs.items():
-            link = deltas._link(deltas.incoming, peer, message)
+            link = deltas.link(deltas.incoming, peer, message)
             room = HEADER_BYTES + link.room(message.view(torch.int16))
-            self._streams[peer] = message.new_empty(room)
+            self._streams[peer] = message.new_empty(room, device=deltas.wire_device(message))
         self._first = self._exchange({peer: first for peer, (first, _) in streams.items()}, self._streams)
 
     def _exchange(self, sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> Pending:
@@ -345,7 +345,7 @@ class PendingDeltas:
             if link.words is not None and link.words.data_ptr() != words.data_ptr():
                 words.copy_(link.words)
             try:
-                header.changes(whole[HEADER_BYTES:], len(words)).apply(words)
+                header.changes(whole[HEADER_BYTES:].to(words.device), len(words)).apply(words)
             except ValueError as error:
                 raise self._wrong(peer, str(error)) from None
             link.words, link.number, link.num_bytes = words, header.number, header.num_bytes(len(words))

@@ -157,7 +157,10 @@ class PushPull(Mixer):
         if fill is not None and not (sends or recvs):  # no exchange would call `fill`
             for k in range(len(self.chunks(s))):
                 fill(k)
-        self._pending = self._network.exchange(sends, recvs, tag=t, fill=fill)
+        if fill is None:
+            self._pending = self._network.exchange(sends, recvs, tag=t)
+        else:  # in chunks, so without deltas
+            self._pending = self.transport.exchange(sends, recvs, tag=t, fill=fill)
 
     def _prepare(self, sent: FlatVector) -> Prepared:
         """Return the messages of this round; made once for each set of peers, as long as the same vector is sent.

@@ -273,12 +273,13 @@ def train_in_lab(method: Any, device: str) -> Tensor:
 WRAPPERS: dict[str, Callable[[nn.Module, dist.ProcessGroup], Any]] = {
     "blocking": lockstep(),
     "overlap": lockstep(overlap=True),
+    "deltas": lockstep(wire_dtype=torch.bfloat16, deltas=True),
     "CHOCO": lockstep(algorithm=Choco(SignNorm(), step_size=0.4)),
     "DiLoCo with a delay": lockstep(algorithm=DiLoCo(sync_every=3, delay=1)),
     "AD-PSGD": lambda module, group: BilatGossipDataParallel(module, process_group=group),
     "WAGMA": lambda module, group: GroupAverageDataParallel(module, group_size=2, process_group=group),
 }
-IS_EQUAL = ("blocking", "overlap", "CHOCO", "DiLoCo with a delay")
+IS_EQUAL = ("blocking", "overlap", "deltas", "CHOCO", "DiLoCo with a delay")
 
 
 def main() -> None:

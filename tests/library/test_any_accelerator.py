@@ -39,6 +39,7 @@ def test_all_wrappers_train_on_a_registered_device_as_on_the_cpu() -> None:
     assert found == {
         "blocking": 0.0,
         "overlap": 0.0,
+        "deltas": 0.0,
         "DiLoCo with a delay": 0.0,
         "AD-PSGD": None,
         "WAGMA": None,

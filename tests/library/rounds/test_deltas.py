@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossip_modules import DiLoCo, GossipDataParallel, RingGraph
 from gossip_modules.extend import FlatVector, PushPull, PushSum
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MixingManager, UniformMixing
 from gossip_modules.rounds.deltas import WHOLE, Changes, Deltas, pack_places, unpack_places
-from tests.harness.problems import loss_of, mlp, sgd
+from tests.harness.problems import loss_of, mlp, net, sgd
 from tests.harness.ranks import run_ranks, solo_group
 from tests.library.membership.test_compressed import before, four_three_four, run_gossip
 from tests.library.rounds.bound import DIGRAPH, bound, value_of
@@ -126,12 +126,28 @@ def test_workers_that_die_and_join_have_equal_bits() -> None:
         assert all(torch.equal(one.seen[t], two.seen[t]) for t in one.seen)
 
 
-@pytest.mark.parametrize("options", [{"push_sum": False}, {"overlap": True}], ids=str)
-def test_training_has_equal_bits_also_from_a_checkpoint(options: dict[str, Any]) -> None:
+def two_dtypes(seed: int) -> nn.Module:
+    """`net`, whose batch norm has buffers, with its last layer in bfloat16."""
+    model = net(seed)
+    last: Any = model.second
+    last.bfloat16()
+    last.register_forward_pre_hook(lambda _, args: args[0].bfloat16())
+    last.register_forward_hook(lambda *args: args[2].float())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "make"),
+    [({"push_sum": False}, mlp), ({"overlap": True}, mlp), ({"gossip_buffers": True}, two_dtypes)],
+    ids=["D-PSGD", "overlap", "two dtypes and buffers"],
+)
+def test_training_has_equal_bits_also_from_a_checkpoint(
+    options: dict[str, Any], make: Callable[[int], nn.Module]
+) -> None:
     def train(group: dist.ProcessGroup, *, deltas: bool) -> list[Tensor]:
         seen, saved = [], None
         for part in range(2):
-            model = mlp(group.rank())
+            model = make(group.rank())
             given = {"graph": RingGraph(3, peers_per_itr=2), "process_group": group, **options}
             wrapper = GossipDataParallel(model, wire_dtype=torch.bfloat16, deltas=deltas, **given)
             if saved is not None:
@@ -141,7 +157,8 @@ def test_training_has_equal_bits_also_from_a_checkpoint(options: dict[str, Any])
                 optimizer.zero_grad()
                 loss_of(wrapper, group.rank(), 6 * part + step).backward()
                 optimizer.step()
-                seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+                state = model.state_dict().values()
+                seen.append(torch.cat([x.detach().flatten().double() for x in state]))
             saved = copy.deepcopy(wrapper.state_dict())
             wrapper.close()
         return seen
