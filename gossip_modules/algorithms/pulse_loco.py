@@ -20,7 +20,7 @@ from .outer_method import OuterMethod
 
 @dataclass(frozen=True)
 class PULSELoCo(OuterMethod):
-    """PULSELoCo: DiLoCo whose ranks send what the next forward sees, the entries that change the anchor in 16 bits.
+    """PULSELoCo: DiLoCo whose ranks send the entries that change the anchor in 16 bits, as the next forward rounds it.
 
     Every `sync_every` = H optimizer steps, with c = `lr`, b = `momentum` and R = rounding to `visible_in`, on rank i
     of n; e_i is zero at first:
@@ -37,10 +37,10 @@ class PULSELoCo(OuterMethod):
     All ranks keep equal anchors phi, and each rank has its own e_i. The smaller the learning rate of the inner steps,
     the fewer entries are visible. A message has a bit for each entry, then its values; all ranks send as many bytes as
     the rank with the most visible entries, which they agree on first. It goes to n - 1 ranks, while an average sends
-    the vector almost twice. So bytes are saved if the share of visible entries is below about 2 / n.
+    the vector almost twice. So bytes are saved if the share of visible entries is below about 2 / n - 1 / 32.
 
     Miahi, Belilovsky, "Understanding and Exploiting Weight Update Sparsity for Communication-Efficient Distributed RL",
-    2026, arXiv 2602.03839, Section 4.
+    2026, arXiv 2602.03839.
 
     Args:
         sync_every: H, the number of optimizer steps from one outer step to the next.

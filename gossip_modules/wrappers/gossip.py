@@ -98,7 +98,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
             "auto", with overlap="auto": ranks choose bfloat16 if the bytes of a round take longer than the rest of a
             step.
-        deltas: whether a link carries what has changed of the rounded numbers since its last message. Results are
+        deltas: whether a link carries the changes of the rounded numbers since its last message. Results are
             equal, bit by bit. For plain gossip with `wire_dtype`; each link keeps its last message, see `Deltas`.
         schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step.
         process_group: a group without other traffic; None = a new one over all ranks.

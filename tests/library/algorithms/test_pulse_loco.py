@@ -90,13 +90,13 @@ def test_the_rest_is_sent_when_it_has_become_visible() -> None:
 
 
 def test_where_all_entries_are_visible_it_is_diloco() -> None:
-    """And a message has a bit and a float64 for each of 256 elements, after 8 bytes with its size."""
+    """And a message has a bit and a float64 for each of 256 elements, or nearly all, after 8 bytes with its size."""
     found, num_bytes = train(PULSELoCo(3, lr=0.7, momentum=0.5))
     expected, _ = train(DiLoCo(3, lr=0.7, momentum=0.5))
     for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=4e-3)  # half a unit of bfloat16 at 1
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-3)  # half a unit of bfloat16 below 1
     d = sum(p.numel() for p in Elements().parameters())
-    assert 4 * (NUM_RANKS - 1) * (8 + d // 8) < num_bytes <= 4 * (NUM_RANKS - 1) * (8 + d // 8 + 8 * d)
+    assert 0.98 < num_bytes / (4 * (NUM_RANKS - 1) * (8 + d // 8 + 8 * d)) <= 1
 
 
 @pytest.mark.parametrize(
