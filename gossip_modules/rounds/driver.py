@@ -480,7 +480,7 @@ class Driver(State):
 
     def _gather(self, message: Message, v: Vectors) -> Received:
         with MayBeLost(self.transport):
-            received = self.messages.gather(message)
+            received = self.messages.gather(message, name=str(self.algorithm))
             self.own_buffer_weight *= 1 / self.transport.world_size
             self._set_weight(v)
             return received

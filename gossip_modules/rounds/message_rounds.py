@@ -17,7 +17,7 @@ from ..state import State, leaf, transient
 from ..transport.base import Pending, Transport
 from ..worlds.all_or_none import all_or_none
 from .memory import Memory
-from .messages import Message, MessageBuffer, Received, warn_of_little
+from .messages import Message, MessageBuffer, Received, warn_of_little, warns_of_much
 from .push_pull import Neighbours
 from .requests import Mail, Sizes
 from .vector import Vector, wide
@@ -165,6 +165,7 @@ class MessageRounds(Mail):
         self._lost: set[int] = set()  # peers that have failed on this transport
         self._compared: set[int] = set()  # peers with which the link was compared on this transport
         self._phase = 0
+        self._has_warned = False  # of large trimmed messages
         self._pending: Pending | None = None
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
@@ -309,11 +310,15 @@ class MessageRounds(Mail):
                 add_(b, other, alpha=alpha)
                 add_(b, own, alpha=-alpha)
 
-    def gather(self, message: Message) -> Received:
+    def gather(self, message: Message, *, name: str) -> Received:
         """Send a message to all ranks and return the messages of all ranks; see `Gather`.
 
         All ranks get the messages or none does: [Note: all or none] of `all_or_none`. The buffers become their mean
         over all ranks.
+
+        Args:
+            message: the message of this rank.
+            name: the algorithm, for a warning where trimmed messages are large.
         """
         message.fill_others(self._buffers)
         n, what = self.transport.world_size, f"messages of round {self._t}"
@@ -322,6 +327,9 @@ class MessageRounds(Mail):
             everyone = mine.new_empty(n * mine.numel())
             if mine.numel():
                 self.transport.all_gather(everyone, mine, what=what)
+        if message.is_trimmed and not self._has_warned and self.transport.rank == 0:  # sizes are equal on all ranks
+            sent, reduced = (n - 1) * mine.numel(), 2 * (n - 1) * message.fields[-1].numel() // n
+            self._has_warned = warns_of_much(name, sent=sent, reduced=reduced)
         received = [message.reply_in(MessageBuffer(message.buffer.sizes, raw)) for raw in everyone.view(n, -1)]
         for k, own in enumerate(self._buffers):
             total = torch.zeros_like(own, dtype=wide(own.dtype))

@@ -74,6 +74,24 @@ def warn_of_little(name: str, *, exact: int, compressed: int, num_compressed_byt
         )
 
 
+def warns_of_much(name: str, *, sent: int, reduced: int) -> bool:
+    """Warn if the trimmed messages of a round are larger than an all-reduce of all entries; returns whether it warned.
+
+    Args:
+        name: the name of the algorithm.
+        sent: the bytes that each rank sends in the round.
+        reduced: the bytes that each rank would send in the all-reduce.
+    """
+    if sent <= reduced or reduced < _MIN_BYTES:
+        return False
+    warnings.warn(
+        f"{name}: each rank has sent {sent:,} bytes in a round, and an all-reduce of all entries sends {reduced:,}: "
+        "too many entries change between two rounds; take DiLoCo(), which sends all, or a smaller learning rate",
+        stacklevel=3,
+    )
+    return True
+
+
 class Message:
     """An encoded vector, one uint8 tensor for each of its parts; or fields that the algorithm fills itself.
 

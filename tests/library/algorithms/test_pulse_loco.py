@@ -99,6 +99,25 @@ def test_where_all_entries_are_visible_it_is_diloco() -> None:
     assert 0.98 < num_bytes / (4 * (NUM_RANKS - 1) * (8 + d // 8 + 8 * d)) <= 1
 
 
+def test_a_warning_says_that_an_all_reduce_sends_less() -> None:
+    """Once, on rank 0: all 2,040 entries are visible in the last two outer steps, and none in the first."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        model = nn.Linear(50, 40)
+        wrapper = GossipDataParallel(model, algorithm=PULSELoCo(1), rounds="manual", process_group=group)
+        for change in (0.0, 1.0, 1.0):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(change)
+            wrapper.gossip_step()
+        wrapper.close()
+
+    said = r"PULSELoCo\(.*: each rank has sent 8,\d+ bytes in a round, and an all-reduce of all entries sends 8,1\d\d: "
+    with pytest.warns(UserWarning, match=said) as seen:
+        run_ranks(2, body)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
