@@ -82,7 +82,11 @@ class PULSELoCo(OuterMethod):
             )
 
     def make_optimizer(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """Make the outer optimizer; see `DiLoCo`."""
+        """Make the outer optimizer.
+
+        Args:
+            parameters: the anchor, one flat tensor for each dtype; float32 or wider.
+        """
         return SGD(parameters, lr=self.lr, momentum=self.momentum)
 
     def round(self, v: Vectors, m: Memory, k: int) -> Round:

@@ -122,6 +122,9 @@ class Message:
         """Send only so many bytes of the last field, in a `Gather` whose ranks all call this.
 
         Ranks may send different numbers of bytes. In the reply, a last field is as long as the longest one, or longer.
+
+        Args:
+            num_bytes: the bytes of the last field to send.
         """
         self.is_trimmed, self._num_sent = True, align(self.buffer.starts[-1] + num_bytes, _ALIGNMENT)
 
