@@ -129,8 +129,8 @@ class BilateralAverage:
     def close(self, seconds: float) -> None:
         """End the threads, after `shut_down`; peers may ask until they have shut down too, at most for so long.
 
-        A peer that has sent its last message may not listen for that of this rank yet, on a busy machine. Gloo sends it
-        when it does, unless it was dropped.
+        On a busy machine a peer may have sent its last message and not listen yet for the last message of this rank.
+        Gloo sends the message when the peer listens, unless it was dropped before.
         """
         deadline = Deadline(seconds)
         if self.liveness.background.close(seconds):

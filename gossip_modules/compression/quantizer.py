@@ -145,9 +145,7 @@ class QSGD(_BlockCode):
     is_signed = True
 
     def __init__(self, bits: int = 8, bucket_size: int = 512, seed: int = 0, *, unbiased: bool = False) -> None:
-        if not isinstance(bits, int) or bits not in (2, 4, 8):
-            raise ValueError(f"got bits={bits}, expected 2, 4 or 8, which fill bytes; for 1 bit use SignNorm")
-        self.bits = bits
+        self.bits = checked_bits(bits)
         self.bucket_size = self.block_size = checked_multiple_of_8("bucket_size", bucket_size)
         self.seed = checked_seed(seed)
         self.unbiased = unbiased
@@ -203,9 +201,7 @@ class Absmax(_BlockCode):
     is_signed = True
 
     def __init__(self, bits: int = 8, block_size: int = 64) -> None:
-        if not isinstance(bits, int) or bits not in (2, 4, 8):
-            raise ValueError(f"got bits={bits}, expected 2, 4 or 8, which fill bytes; for 1 bit use SignNorm")
-        self.bits = bits
+        self.bits = checked_bits(bits)
         self.block_size = checked_multiple_of_8("block_size", block_size)
         self.num_levels = 2 ** (bits - 1) - 1
         self.step = 1 / self.num_levels
@@ -276,6 +272,13 @@ class TwoBit(_BlockCode):
 
     def __repr__(self) -> str:
         return f"TwoBit({self.block_size})"
+
+
+def checked_bits(bits: int) -> int:
+    """The number of bits of a code; raises ValueError if it is not 2, 4 or 8."""
+    if not isinstance(bits, int) or bits not in (2, 4, 8):
+        raise ValueError(f"got bits={bits}, expected 2, 4 or 8, which fill bytes; for 1 bit use SignNorm")
+    return bits
 
 
 def checked_multiple_of_8(name: str, size: int) -> int:

@@ -64,7 +64,10 @@ CODE_PASSES: Mapping[type[Any], tuple[float, float]] = {
     Moniqua: (0.0, 4.0),
     PowerGossip: (-1.0, 3.0),  # a worker does not hear itself
 }
-"""Encoding and decoding, in the time of a pass over the model: measured, see docs/benchmarks/compression.md."""
+"""Encoding and decoding, in the time of a pass over the model: measured, see docs/benchmarks/compression.md.
+
+The numbers of `Absmax` were measured beside `QSGD` on one processor, and have no row there.
+"""
 UNKNOWN_PASSES = (10.0, 4.0)
 _MEMORY_PASSES = 3.0  # of error feedback or public copies, beside the code itself
 _OUTER_PASSES = 10.0  # the drift, the outer optimizer with a momentum, and the new model: measured on a cluster

@@ -38,7 +38,7 @@ _EXTRA = 1 << 16  # bytes of a message beside its tensors
 
 
 def largest_message(layout: FlatLayout) -> int:
-    """Return the largest size of a message of a vector, in bytes: twice those of all entries, and a bit for each."""
+    """Return the largest size in bytes of a message: twice the bytes of the vector, and a bit for each entry."""
     return 2 * layout.num_bytes + sum(-(-segment.numel // 8) for segment in layout.segments) + _EXTRA
 
 
