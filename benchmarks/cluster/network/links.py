@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import subprocess
+import sys
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from benchmarks.cluster.network import namespaces
-from benchmarks.cluster.network.reaper import Reaper
+from benchmarks.cluster.network.line import region_of
+from benchmarks.cluster.network.reaper import ROOT, Reaper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,6 +35,26 @@ _serials = itertools.count()
 
 
 @dataclass(frozen=True)
+class Line:
+    """The line of a region, which its hosts share, to all other regions.
+
+    Args:
+        rate: in bit/s, each way.
+        round_trip_seconds: which it adds to a round trip between regions.
+
+    Raises:
+        ValueError: out of range.
+    """
+
+    rate: float
+    round_trip_seconds: float
+
+    def __post_init__(self) -> None:
+        if not MIN_RATE <= self.rate < math.inf or not 0 <= self.round_trip_seconds < 10:
+            raise ValueError(f"got {self}, expected at least {MIN_RATE:g} bit/s and a round trip of 0 to 10 s")
+
+
+@dataclass(frozen=True)
 class LinkRates:
     """How fast the hosts' links are.
 
@@ -40,6 +62,8 @@ class LinkRates:
         rate: in bit/s, both ways; 0: not shaped.
         slow_share: the last host's link has this share of the rate; 0: all links are equal.
         congestion_control: the algorithm of TCP, one of CONGESTION_CONTROLS.
+        num_regions: the hosts are in so many regions, in their order.
+        line: of each region, where there are several.
 
     Raises:
         ValueError: out of range.
@@ -48,9 +72,13 @@ class LinkRates:
     rate: float
     slow_share: float = 0.0
     congestion_control: str = CONGESTION_CONTROLS[0]
+    num_regions: int = 1
+    line: Line | None = None
 
     def __post_init__(self) -> None:
         control = self.congestion_control
+        if self.num_regions < 1 or (self.num_regions > 1) is not (self.line is not None):
+            raise ValueError(f"got num_regions={self.num_regions} and line={self.line}, expected a line for several")
         if control not in CONGESTION_CONTROLS:
             raise ValueError(f"got congestion_control={control!r}, expected one of {CONGESTION_CONTROLS}")
         slowest = self.rate * (self.slow_share or 1.0)
@@ -93,25 +121,36 @@ class EmulatedNetwork:
         prefix = self._prefix = namespaces.owner_prefix(next(_serials))
         self.hosts: tuple[str, ...] = tuple(f"{prefix}{rank}" for rank in range(num_hosts))
         self._reaper = Reaper(prefix)
+        self._line: subprocess.Popen[str] | None = None
         try:
-            self._build(f"{prefix}switch", links.rates(num_hosts), links.congestion_control)
+            self._build(f"{prefix}switch", links)
         except BaseException:
             self.close()
             raise
 
-    def _build(self, switch: str, rates: Sequence[float], congestion_control: str) -> None:
+    def _build(self, switch: str, links: LinkRates) -> None:
         for namespace in (switch, *self.hosts):
             namespaces.run("ip", "netns", "add", namespace)
-        ranks = range(len(self.hosts))
+        rates, num_regions = links.rates(len(self.hosts)), links.num_regions
+        ranks, regions = range(len(self.hosts)), range(num_regions)
+        bridges = {DATA: [f"{DATA}-bridge-{region}" for region in regions], CONTROL: [f"{CONTROL}-bridge"]}
         lines = []
-        for interface in NETWORKS:
-            lines += [f"link add {interface}-bridge type bridge", f"link set {interface}-bridge up"]
+        for bridge in [*bridges[DATA], *bridges[CONTROL]]:
+            lines += [f"link add {bridge} type bridge", f"link set {bridge} up"]
         for rank, host in enumerate(self.hosts):
             for interface, network in NETWORKS.items():
-                port = f"{interface}-{rank}"
+                port, own = f"{interface}-{rank}", bridges[interface]
+                bridge = own[region_of(rank, len(self.hosts), len(own))]
                 cable = f"type veth peer name {interface} address {_hardware_address(network, rank)} netns {host}"
-                lines += [f"link add {port} {cable}", f"link set {port} master {interface}-bridge up"]
+                lines += [f"link add {port} {cable}", f"link set {port} master {bridge} up"]
+        if links.line is not None:
+            for region, bridge in zip(regions, bridges[DATA], strict=True):
+                lines += [f"tuntap add dev {_line(region)} mode tap", f"link set {_line(region)} master {bridge} up"]
         namespaces.run_batch(switch, lines)
+        if links.line is not None:
+            for region in regions:
+                _shape(switch, _line(region), links.line.rate)
+            self._carry(switch, links.line.round_trip_seconds / 2, num_regions)
         for rank, (host, rate) in enumerate(zip(self.hosts, rates, strict=True)):
             lines = ["link set lo up"]
             for interface, network in NETWORKS.items():
@@ -126,12 +165,38 @@ class EmulatedNetwork:
                 # By the route: a namespace may not choose what is not allowed to everyone on the machine.
                 lines.append(
                     f"route replace 10.{network}.0.0/24 dev {interface} src {_address(network, rank)} "
-                    f"congctl {congestion_control}"
+                    f"congctl {links.congestion_control}"
                 )
             namespaces.run_batch(host, lines)
             if rate:
                 _shape(host, DATA, rate)  # what the host sends
                 _shape(switch, f"{DATA}-{rank}", rate)  # what it receives
+
+    def _carry(self, switch: str, seconds: float, num_regions: int) -> None:
+        """Start the line; it ends with its namespace."""
+        devices = [_line(region) for region in range(num_regions)]
+        command = ["ip", "netns", "exec", switch, sys.executable, "-m", "benchmarks.cluster.network.line"]
+        line = subprocess.Popen(
+            [*command, str(seconds), str(len(self.hosts)), *devices],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self._line = line
+        assert line.stdout is not None
+        with line.stdout as output:
+            is_ready = output.readline() == "ready\n"
+        if not is_ready:
+            raise namespaces.ClusterUnavailableError(
+                "got no line between regions, expected TAP devices: the kernel must have /dev/net/tun; see its error"
+            )
+
+    def line_bytes(self, region: int) -> int:
+        """Bytes that a region has sent to other regions so far, headers included."""
+        path = f"/sys/class/net/{_line(region)}/statistics/tx_bytes"
+        return int(namespaces.run("ip", "netns", "exec", f"{self._prefix}switch", "cat", path))
 
     def address(self, rank: int) -> str:
         """Of a host, on the shaped network."""
@@ -148,6 +213,9 @@ class EmulatedNetwork:
     def close(self) -> None:
         """Remove everything, with the processes in it. Idempotent."""
         self._reaper.close()
+        if self._line is not None:
+            self._line.wait()
+            self._line = None
 
     def __enter__(self) -> Self:
         return self
@@ -164,6 +232,10 @@ def _address(network: int, rank: int) -> str:
 
 def _hardware_address(network: int, rank: int) -> str:
     return f"02:00:00:00:{network:02x}:{rank + 1:02x}"
+
+
+def _line(region: int) -> str:
+    return f"line-{region}"
 
 
 def _shape(namespace: str, interface: str, rate: float) -> None:

@@ -32,7 +32,8 @@ from benchmarks.cluster.__main__ import Cluster, main
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, method_of, optimizer_of, require_methods
 from benchmarks.cluster.network import namespaces
-from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
+from benchmarks.cluster.network.line import region_of
+from benchmarks.cluster.network.links import EmulatedNetwork, Line, LinkRates
 from benchmarks.cluster.network.namespaces import ClusterUnavailableError
 from benchmarks.cluster.network.place import Place, bytes_sent
 from benchmarks.cluster.processes import Fleet, TrialError, TrialProcesses
@@ -354,6 +355,16 @@ def test_links() -> None:
     assert LinkRates(1e9).rates(2) == [1e9, 1e9]
 
 
+def test_regions_are_runs_of_hosts_and_need_a_line() -> None:
+    assert [region_of(host, 4, 2) for host in range(4)] == [0, 0, 1, 1]
+    assert [region_of(host, 5, 2) for host in range(5)] == [0, 0, 0, 1, 1]
+    for num_regions, line in ((2, None), (1, Line(1e8, 0.02)), (0, None)):
+        with pytest.raises(ValueError, match="expected a line for several"):
+            LinkRates(1e9, num_regions=num_regions, line=line)
+    with pytest.raises(ValueError, match="and a round trip of 0 to 10 s"):
+        Line(1e8, -0.1)
+
+
 # Trials that go wrong.
 
 
@@ -445,9 +456,62 @@ def test_one_command_from_namespaces_to_pictures(tmp_path: Path) -> None:
     assert {"steps.png", "line.png", "cluster.md"} <= {path.name for path in tmp_path.iterdir()}
 
 
+ECHO = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 5000))
+print("listening", flush=True)
+while True:
+    connection, _ = server.accept()
+    while data := connection.recv(1 << 16):
+        connection.sendall(data[-1:])
+"""
+PING = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5000))
+seconds = []
+for _ in range(5):
+    start = time.perf_counter()
+    connection.sendall(b"x")
+    connection.recv(1)
+    seconds.append(time.perf_counter() - start)
+print(sorted(seconds)[2])
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("network_rights")
+def test_the_line_between_regions_adds_its_round_trip_and_counts_its_bytes() -> None:
+    if not os.path.exists("/dev/net/tun"):
+        pytest.skip("the kernel has no TAP devices")
+    python = [sys.executable, "-S", "-c"]
+    with EmulatedNetwork(4, LinkRates(1e9, num_regions=2, line=Line(1e8, 0.06))) as network:
+        servers = []
+        for host in (1, 2):
+            command = ["ip", "netns", "exec", network.hosts[host], *python, ECHO, network.address(host)]
+            servers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            assert servers[-1].stdout is not None
+            assert servers[-1].stdout.readline() == "listening\n"
+
+        def ping(host: int) -> float:
+            return float(namespaces.run("ip", "netns", "exec", network.hosts[0], *python, PING, network.address(host)))
+
+        before = network.line_bytes(0)
+        ping(1)
+        assert network.line_bytes(0) == before  # inside a region nothing is on the line
+        assert ping(2) >= 0.06
+        assert network.line_bytes(0) > before
+        assert network.line_bytes(1) > 0
+    for server in servers:
+        server.wait()
+        assert server.stdout is not None
+        server.stdout.close()
+
+
 HOLD = """
 import time
-from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates
+from benchmarks.cluster.network.line import region_of
+from benchmarks.cluster.network.links import EmulatedNetwork, Line, LinkRates
 network = EmulatedNetwork(2, LinkRates(1e8))
 print("built", flush=True)
 time.sleep(300)
