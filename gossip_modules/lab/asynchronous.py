@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -200,7 +201,9 @@ class Pull(Asynchronous):
 
     Args:
         compute, links, message: see `OwnPace`.
-        factor: the factor of the interpolation.
+        factor: the factor f of a merge, from the clocks of the own model and of the peer's, in publications; a merge
+            interpolates the clock as the model.
+        probability: of asking for a model in a step, from 0 to 1.
         seed: the seed of the choice of peers.
     """
 
@@ -210,21 +213,30 @@ class Pull(Asynchronous):
         links: WorkerLinks,
         message: MessageCost,
         *,
-        factor: float = 0.5,
+        factor: Callable[[float, float], float] = lambda own, peer: 0.5,
+        probability: float = 1.0,
         seed: int = 0,
     ) -> None:
         super().__init__(compute, links, message)
-        self.factor, self._generator = factor, np.random.default_rng(seed)
+        self.factor, self.probability, self._generator = factor, probability, np.random.default_rng(seed)
+        # Of the models of workers, of those that peers see, and of those that workers fetch.
+        self._clocks, self._published_clocks, self._received_clocks = np.zeros((3, self.num_ranks))
 
     def _communicate(self, x: Tensor, ranks: Indices, now: float) -> None:
         done = ranks[self._ends[ranks] <= self.arrived[ranks]]
-        x[done] = x[done].lerp(self._received[done], self.factor)
+        clocks, received = self._clocks[done], self._received_clocks[done]
+        factors = np.array([self.factor(own, peer) for own, peer in zip(clocks, received, strict=True)])
+        x[done] = x[done].lerp(self._received[done], column(factors, x))
+        self._clocks[done] = factors * received + (1 - factors) * clocks
         self._ends[done] = np.inf
-        self.published[ranks] = x[ranks]
+        self._clocks[ranks] += 1
+        self.published[ranks], self._published_clocks[ranks] = x[ranks], self._clocks[ranks]
         asking = ranks[np.isinf(self._ends[ranks])]
+        if self.probability < 1:
+            asking = asking[self._generator.random(len(asking)) < self.probability]
         peers = self._generator.integers(self.num_ranks - 1, size=len(asking))
         peers += peers >= asking  # any other worker
-        self._received[asking] = self.published[peers]
+        self._received[asking], self._received_clocks[asking] = self.published[peers], self._published_clocks[peers]
         self._partners[asking], self._ends[asking] = peers, 0.0
         # Fetches from one worker share its link.
         under_way = self._partners[np.isfinite(self._ends)]

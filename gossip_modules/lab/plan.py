@@ -456,14 +456,16 @@ class PlanRun:
 
     def matcha_weights(self) -> MixingManager:
         """Return the weights of MATCHA's matchings."""
+        kind, made, seed = load(place_of("MatchaGraph")), self.made, self.setting.seed
+        if made.plan:
+            return default_mixing(kind.from_plan(made.plan, seed=seed, world_size=self.num_ranks), push_sum=False)
         if self.num_ranks > MAX_DENSE_RANKS:
             raise ValueError(
                 f"got matcha with {self.num_ranks} workers, expected at most {MAX_DENSE_RANKS}: its plan is n x n "
                 "matrices; take dpsgd"
             )
         base = networkx_graph(self.graph(is_undirected=True, is_static=True))
-        graph = load(place_of("MatchaGraph"))(base, budget=self.made.budget, seed=self.setting.seed)
-        return default_mixing(graph, push_sum=False)
+        return default_mixing(kind(base, budget=made.budget, seed=seed), push_sum=False)
 
     def all_reduce(self) -> Running:
         """Return AllReduce SGD, which averages gradients in buckets, or models if there is nothing to learn."""
@@ -495,7 +497,21 @@ class PlanRun:
 
     def dpwa(self) -> Running:
         """Return dpwa."""
-        return own_pace(Pull(*self.cluster, seed=self.setting.seed))
+        made = self.made
+        rule, standing = made.interpolation, load("dpwa.interpolation:Standing")
+        if rule is None:
+            rule = load("dpwa.config:DEFAULT_INTERPOLATION")
+        if made.divergence_threshold or rule.needs_loss or rule.needs_peer_loss:
+            raise ValueError(
+                f"got {self.plan.text} in the Lab, expected an interpolation without losses, since workers of the Lab "
+                "report none; take ConstantInterpolation or ClockInterpolation, and leave divergence_threshold out"
+            )
+
+        def factor(own: float, peer: float) -> float:
+            return float(rule.factor(standing(own), standing(peer)))
+
+        pull = Pull(*self.cluster, factor=factor, probability=made.fetch_probability, seed=self.setting.seed)
+        return own_pace(pull)
 
 
 _ROUNDED = ("dpsgd", "sgp", "osgp", "matcha")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -17,15 +18,22 @@ from torch import Tensor, nn
 
 from gossip_modules import GroupAverageDataParallel, MixedMomentum
 from gossip_modules.compression import Absmax
+from gossip_modules.dpwa import ClockInterpolation, ConstantInterpolation, LossInterpolation
 from gossip_modules.extend import Memory, Mix, Round, Vectors
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
+from gossip_modules.lab.asynchronous import Pull
+from gossip_modules.lab.clock import WorkerLinks
 from gossip_modules.lab.comparison import LabTraining
+from gossip_modules.lab.plan import _RUNS
+from gossip_modules.matcha import __main__ as matcha
 from gossip_modules.methods import METHODS, wrapping
+from gossip_modules.methods.built_in import Dpwa
 from gossip_modules.methods.chosen import Chosen, read_algorithm
 from gossip_modules.methods.options import Context, WrapperOptions
 from gossip_modules.mixing_manager import MatrixMixing
 from gossip_modules.rounds.algorithm import Algorithm
+from gossip_modules.schedule import Action
 from tests.harness.ranks import run_ranks
 
 N, STEPS, PERIOD = 5, 7, 3
@@ -313,3 +321,74 @@ def test_the_lab_has_the_groups_that_wagma_asks_for() -> None:
     for text in ("WAGMA(group_size=1)", "WAGMA(wait_avoiding=False)"):
         with pytest.raises(ValueError, match=r"in the Lab, expected groups .*take LocalSGD\(sync_every=10\)"):
             LabTraining(LabPlan.of(text), setting, task(0.0))
+
+
+# Settings of methods at their own pace, and of MATCHA: none is ignored.
+
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "matcha": {"budget": 0.25, "plan": "plan.json"},
+    "wagma": {"group_size": 2, "sync_period": 3, "wait_avoiding": False},
+    "dpwa": {
+        "interpolation": ConstantInterpolation(0.25),
+        "divergence_threshold": 0.5,
+        "fetch_probability": 0.5,
+    },
+}
+"""A value of each setting that is not the default."""
+REFUSED_SETTINGS = {"wait_avoiding", "divergence_threshold"}
+
+
+def ends_in_the_lab(made: Any) -> Tensor:
+    """The models of 8 workers of unequal speeds after 12 steps."""
+    compute = Compute(0.1, speeds=(1.0, 0.6, 1.0, 0.8, 1.0, 1.0, 0.5, 1.0))
+    return [*LabTraining(LabPlan.of(made), Setting(8, None, compute, Network("1 Gbit/s")), task(0.0)).run(12)][-1]
+
+
+@pytest.mark.parametrize("name", sorted(_RUNS))
+def test_each_setting_of_a_method_takes_effect_or_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name == "matcha":
+        matcha.main(["--graph", "0", "--budget", "0.3", "--num-budgets", "0", "--output", "plan.json"])
+    made = METHODS[name].make
+    others = OTHER_SETTINGS.get(name, {})
+    assert {field.name for field in fields(made)} == set(others), "a new setting needs a value here"
+    plain = ends_in_the_lab(made())
+    for setting, value in others.items():
+        if setting in REFUSED_SETTINGS:
+            with pytest.raises(ValueError, match=rf"{setting}={value}.* in the Lab, expected .* take "):
+                ends_in_the_lab(made(**{setting: value}))
+        else:
+            assert not torch.equal(ends_in_the_lab(made(**{setting: value})), plain), setting
+
+
+def test_dpwa_of_the_lab_merges_by_its_interpolation() -> None:
+    assert torch.equal(ends_in_the_lab(Dpwa(ConstantInterpolation(0.5))), ends_in_the_lab(Dpwa()))
+    alone = ends_in_the_lab(Dpwa(fetch_probability=0.0))
+    assert torch.equal(ends_in_the_lab(Dpwa(ConstantInterpolation(0.0))), alone)
+    by_clock = ends_in_the_lab(Dpwa(ClockInterpolation()))
+    assert not torch.equal(by_clock, ends_in_the_lab(Dpwa()))
+    for made in (Dpwa(LossInterpolation()), Dpwa(divergence_threshold=0.1)):
+        with pytest.raises(ValueError, match=r"Dpwa\(.*\) in the Lab, expected an interpolation without losses"):
+            ends_in_the_lab(made)
+
+
+def test_a_merge_of_the_lab_takes_the_share_of_the_clocks() -> None:
+    """Two workers: x <- x + f (x_peer - x), f of the clocks that the two models had."""
+    seen: list[tuple[float, float]] = []
+
+    def factor(own: float, peer: float) -> float:
+        seen.append((own, peer))
+        return 0.25
+
+    links = WorkerLinks(Network("1000 Gbit/s, 0.001 ms"), np.arange(2))
+    pull = Pull(Compute(1.0), links, links.plain_message(8.0), factor=factor)
+    x = torch.tensor([[0.0], [8.0]])
+    found = [x.flatten().tolist()]
+    for k in range(6):  # a step takes a little longer than a tick, by the time of the merge
+        pull.step(x, k, Action.GOSSIP)
+        pull.advance(())
+        found += [x.flatten().tolist()] if x.flatten().tolist() != found[-1] else []
+    assert found[:3] == [[0.0, 8.0], [2.0, 6.0], [3.0, 5.0]]
+    assert seen[:4] == [(1.0, 1.0), (1.0, 1.0), (2.0, 2.0), (2.0, 2.0)], "a clock counts publications"
