@@ -215,24 +215,58 @@ def test_launch_does_not_requeue_for_ever(cluster: Path, num_restarts: int, is_r
 def test_the_script_of_the_guide_runs_torchrun_and_requeues(
     cluster: Path, training: str, status: int, requeues: list[str]
 ) -> None:
+    out, err = run_two_nodes(cluster, training, status)
+    words = shlex.split(out)
+    assert words[:4] == ["--wait=600", "bash", "-c", "exec"], err
+    assert {"--rdzv-endpoint=node07:29500", "--rdzv-id=4321-0", "train.py"} <= set(words)
+    log = cluster / "log"
+    assert (log.read_text(encoding="utf-8").splitlines() if log.exists() else []) == requeues
+
+
+def run_two_nodes(cluster: Path, step: str, status: int = 0, **variables: str) -> tuple[str, str]:
+    """Run the script of the guide, whose srun runs `step`; return its output and its errors."""
     (script,) = (text for text in blocks(ROOT / "docs/guides/launchers.md", "bash") if text.startswith("#!"))
     write_executable(cluster / "two_nodes.sh", script)
-    variables = SLURM | {"SLURM_CPUS_PER_TASK": "64", "FAKE_SRUN": training}
     done = subprocess.run(
         ["./two_nodes.sh"],
         cwd=cluster,
-        env=environment(cluster / "bin", **variables),
+        env=environment(cluster / "bin", **(SLURM | {"SLURM_CPUS_PER_TASK": "64", "FAKE_SRUN": step} | variables)),
         capture_output=True,
         text=True,
         timeout=20,
         check=False,
     )
     assert done.returncode == status, done.stderr
-    words = shlex.split(done.stdout)
-    assert words[1:5] == ["torchrun", "--nnodes=2", "--nproc-per-node=8", "--rdzv-backend=c10d"]
-    assert {"--rdzv-endpoint=node07:29500", "--rdzv-id=4321-0", "train.py"} <= set(words)
-    log = cluster / "log"
-    assert (log.read_text(encoding="utf-8").splitlines() if log.exists() else []) == requeues
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_the_commands_of_the_guide_meet_as_launch_does(cluster: Path, node: str) -> None:
+    """On each node the same options of torchrun: who serves the rendezvous, signals, and a new id after a requeue."""
+    for torchrun in (cluster / ".venv" / "bin" / "torchrun", cluster / "bin" / "torchrun"):
+        write_executable(torchrun, '#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    on_node = 'while [[ $1 != bash ]]; do shift; done; "$@"'
+    own = {"NPROC_PER_NODE": "8", "MASTER_PORT": "29500", "SLURM_NODEID": node, "SLURM_RESTART_COUNT": "2"}
+    status, out, err = run_launch(cluster, FAKE_SRUN=on_node, **own)
+    assert status == 0, err
+    expected = out.splitlines()
+    expected = expected[: expected.index("train/gossip_sgd.py")]
+    assert f"--rdzv-conf=is_host={int(node == '0')},read_timeout=300" in expected
+    out, _ = run_two_nodes(cluster, on_node, **own)
+    assert out.splitlines() == [*expected, "train.py"]
+
+    (by_hand,) = (text for text in blocks(ROOT / "docs/guides/launchers.md", "bash") if text.startswith("srun "))
+    done = subprocess.run(
+        ["bash", "-c", by_hand],
+        cwd=cluster,
+        env=environment(cluster / "bin", **SLURM, SLURM_NNODES="2", FAKE_SRUN=on_node, **own),
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    others = {"--nproc-per-node=8", "--rdzv-id=4321-2"}  # by hand: one process, and no requeue
+    assert {*expected} - others <= {*done.stdout.splitlines()}
 
 
 def submit(cluster: Path, script: str, *arguments: str, **variables: str) -> tuple[list[str], list[str]]:
