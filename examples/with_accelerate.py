@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: `GossipAccelerator` in place of `Accelerator`. pip install 'gossip-modules[accelerate]'
+"""Hugging Face Accelerate: `GossipAccelerator` in place of `Accelerator`. pip install '.[accelerate]'
 
     torchrun --standalone --nproc-per-node 2 examples/with_accelerate.py
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric: `GossipFabricStrategy` in place of "ddp". pip install 'gossip-modules[lightning]'
+"""Lightning Fabric: `GossipFabricStrategy` in place of "ddp". pip install '.[lightning]'
 
 torchrun --standalone --nproc-per-node 2 examples/with_fabric.py
 """

@@ -1,4 +1,4 @@
-"""Lightning: `GossipStrategy` in place of "ddp". pip install 'gossip-modules[lightning]'
+"""Lightning: `GossipStrategy` in place of "ddp". pip install '.[lightning]'
 
 torchrun --standalone --nproc-per-node 2 examples/with_lightning.py
 """

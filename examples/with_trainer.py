@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face Transformers, with gossip. pip install 'gossip-modules[transformers]'
+"""The Trainer of Hugging Face Transformers, with gossip. pip install '.[transformers]'
 
     torchrun --standalone --nproc-per-node 2 examples/with_trainer.py
 

@@ -44,7 +44,7 @@ class MissingExtra(ImportError):
         self.extra = extra
         super().__init__(
             f"got {asked}, which is in {PACKAGE}.{extra} ({EXTRAS[extra]}), expected that package, which this "
-            "installation lacks; install all packages: pip install --force-reinstall gossip-modules"
+            "installation lacks; install all packages, in a clone: pip install --force-reinstall --no-deps ."
         )
 
 

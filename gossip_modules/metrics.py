@@ -301,5 +301,5 @@ def _imported(module: str, *, package: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"got no package {package}, expected it to be installed; pip install 'gossip-modules[{package}]'"
+            f"got no package {package}, expected it to be installed; in a clone: pip install '.[{package}]'"
         ) from error

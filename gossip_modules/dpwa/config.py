@@ -204,7 +204,7 @@ def _read(path: Path) -> dict[str, Any]:
         import yaml
     except ModuleNotFoundError as error:
         raise ImportError(
-            "reading dpwa's configuration needs PyYAML; pip install 'gossip-modules[pairwise]', or pass the arguments "
+            "reading dpwa's configuration needs PyYAML; in a clone: pip install '.[pairwise]', or pass the arguments "
             "to the constructor"
         ) from error
     try:

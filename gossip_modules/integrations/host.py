@@ -37,8 +37,8 @@ class Stateful(Protocol):
 def missing(package: str, error: ModuleNotFoundError) -> ImportError:
     """The error to raise where an optional package is not installed."""
     return ImportError(
-        f"gossip_modules.integrations.{package} needs the package {package} ({error}); pip install "
-        f"'gossip-modules[{package}]'"
+        f"gossip_modules.integrations.{package} needs the package {package} ({error}); in a clone: "
+        f"pip install '.[{package}]'"
     )
 
 

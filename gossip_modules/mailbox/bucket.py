@@ -61,7 +61,7 @@ class BucketMedium(Medium):
             from obstore.store import from_url
         except ImportError as error:
             raise ImportError(
-                f"{address} needs the package obstore; pip install 'gossip-modules[mailbox]' (its newest version needs "
+                f"{address} needs the package obstore; in a clone: pip install '.[mailbox]' (its newest version needs "
                 "Python 3.11), or give file:///folder or store://host:port/run"
             ) from error
         self._obstore, self.errors = obstore, (obstore.exceptions.BaseError, OSError)

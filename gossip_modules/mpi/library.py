@@ -46,7 +46,7 @@ def load_mpi() -> ModuleType:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
         raise ImportError(
-            f"MPI needs mpi4py and an MPI library ({error}); pip install 'gossip-modules[mpi]' brings both, pip "
+            f"MPI needs mpi4py and an MPI library ({error}); in a clone: pip install '.[mpi]' brings both, pip "
             "install mpi4py one for the MPI of your cluster; ranks of mpirun over another backend can do with "
             "MASTER_ADDR and MASTER_PORT instead"
         ) from error

@@ -82,7 +82,7 @@ def test_one_of_eight_racing_threads_creates_and_a_loser_makes_two_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A create is a PUT with If-None-Match; one that finds an object looks whether it is there: see `BucketMedium`."""
-    pytest.importorskip("obstore", reason="needs obstore: pip install 'gossip-modules[mailbox]'")
+    pytest.importorskip("obstore", reason="needs obstore: pip install '.[mailbox]'")
     pytest.importorskip("moto.server", reason="needs moto, an S3 server: pip install 'moto[server]'")
     from benchmarks.mailbox import server
 
@@ -125,7 +125,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> dict[st
 
 @pytest.fixture
 def _has_network() -> None:
-    pytest.importorskip("obstore", reason="needs obstore: pip install 'gossip-modules[mailbox]'")
+    pytest.importorskip("obstore", reason="needs obstore: pip install '.[mailbox]'")
     pytest.importorskip("moto.server", reason="needs moto, an S3 server: pip install 'moto[server]'")
     try:
         namespaces.require()
@@ -181,7 +181,7 @@ def test_workers_in_a_folder_are_killed_while_they_write(tmp_path: Path, monkeyp
 @pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_soak_of_a_minute_over_a_mailbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore", reason="needs obstore: pip install 'gossip-modules[mailbox]'")
+    pytest.importorskip("obstore", reason="needs obstore: pip install '.[mailbox]'")
     pytest.importorskip("moto.server", reason="needs moto, an S3 server: pip install 'moto[server]'")
     row = run(monkeypatch, tmp_path, "--figure", "soak", "--methods", "push-sum")
     assert int(row["faults"]) >= 15

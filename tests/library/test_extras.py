@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import gossip_modules as gm
 from gossip_modules.extras import EXTRAS, NAMES, MissingExtra, load
+from tests.harness.pages import ROOT
 from tests.harness.scripts import module_output
 
 LIBRARY = Path(gm.__file__).parent
@@ -33,7 +35,9 @@ def test_the_library_trains_without_any_one_extra(tmp_path: Path) -> None:
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gossip_modules.dpwa", None)
     got = r"^got gossip_modules.dpwa.PairwiseDataParallel, which is in gossip_modules.dpwa \(dpwa\)"
-    with pytest.raises(MissingExtra, match=rf"{got}, expected .*; install all packages: pip install") as caught:
+    with pytest.raises(
+        MissingExtra, match=rf"{got}, expected .*; install all packages, in a clone: pip .* \.$"
+    ) as caught:
         load("dpwa:PairwiseDataParallel")
     assert caught.value.extra == "dpwa"
 
@@ -51,3 +55,14 @@ def test_names_of_extras_are_names_of_the_library() -> None:
     assert gm.PairwiseDataParallel is gm.dpwa.PairwiseDataParallel
     with pytest.raises(AttributeError, match=r"module 'gossip_modules' has no attribute 'Nothing'"):
         _ = gm.Nothing  # type: ignore[attr-defined]
+
+
+def test_commands_install_from_a_clone_as_the_package_is_on_no_index() -> None:
+    assert "The package is on no index" in (ROOT / "README.md").read_text(encoding="utf-8")
+    for folder in ("gossip_modules", "examples", "docs", "job_scripts"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".md", ".txt", ".sh", ".yaml"):
+                found = re.search(
+                    r"pip install .*gossip-modules(\[|$|`)", path.read_text(encoding="utf-8"), re.MULTILINE
+                )
+                assert not found, path

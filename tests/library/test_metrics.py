@@ -175,7 +175,7 @@ def test_weights_and_biases_gets_numbers(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_missing_package_is_named(make: Any, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        ModuleNotFoundError, match=rf"got no package {package}, .*pip install 'gossip-modules\[{package}"
+        ModuleNotFoundError, match=rf"got no package {package}, .*in a clone: pip install '\.\[{package}"
     ):
         make()
 

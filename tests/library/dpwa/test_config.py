@@ -166,5 +166,5 @@ def test_only_the_own_address_is_open(address: str) -> None:
 
 def test_without_yaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r"needs PyYAML; pip install 'gossip-modules\[pairwise\]'"):
+    with pytest.raises(ImportError, match=r"needs PyYAML; in a clone: pip install '\.\[pairwise\]'"):
         read(tmp_path, SAMPLE)

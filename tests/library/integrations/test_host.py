@@ -15,5 +15,5 @@ def test_a_missing_package_is_named_with_its_extra(host: str, monkeypatch: pytes
         if loaded.startswith(("gossip_modules.integrations.", f"{host}.")):
             monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, host, None)
-    with pytest.raises(ImportError, match=rf"needs the package {host} .*pip install 'gossip-modules\[{host}\]'"):
+    with pytest.raises(ImportError, match=rf"needs the package {host} .*in a clone: pip install '\.\[{host}\]'"):
         importlib.import_module(name)

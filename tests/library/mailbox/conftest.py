@@ -47,7 +47,7 @@ class FaultyServer:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[tuple[FaultyServer, str]]:
     """An S3 server on loopback, with the bucket "bucket", and its address."""
-    pytest.importorskip("obstore", reason="needs obstore: pip install 'gossip-modules[mailbox]'")
+    pytest.importorskip("obstore", reason="needs obstore: pip install '.[mailbox]'")
     moto = pytest.importorskip("moto.server", reason="needs moto, an S3 server: pip install 'moto[server]'")
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

@@ -120,7 +120,7 @@ def test_a_missing_key_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_missing_obstore_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(
-        ImportError, match=r"s3://b/run needs .*; pip install 'gossip-modules\[mailbox\]' .*Python 3.11"
+        ImportError, match=r"s3://b/run needs .*; in a clone: pip install '\.\[mailbox\]' .*Python 3.11"
     ):
         open_medium("s3://b/run", timeout=5.0, key=KEY)
 

@@ -106,7 +106,7 @@ def test_loss_curves_equal_those_of_gloo(tmp_path: Path) -> None:
 
 def test_without_mpi4py_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(ImportError, match=r"pip install 'gossip-modules\[mpi\]'"):
+    with pytest.raises(ImportError, match=r"in a clone: pip install '\.\[mpi\]'"):
         load_mpi.__wrapped__()
 
 
