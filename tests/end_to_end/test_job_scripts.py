@@ -215,7 +215,7 @@ def test_launch_does_not_requeue_for_ever(cluster: Path, num_restarts: int, is_r
 def test_the_script_of_the_guide_runs_torchrun_and_requeues(
     cluster: Path, training: str, status: int, requeues: list[str]
 ) -> None:
-    out, err = run_two_nodes(cluster, training, status)
+    out, err = run_two_nodes(cluster, training, expected_status=status)
     words = shlex.split(out)
     assert words[:4] == ["--wait=600", "bash", "-c", "exec"], err
     assert {"--rdzv-endpoint=node07:29500", "--rdzv-id=4321-0", "train.py"} <= set(words)
@@ -223,7 +223,7 @@ def test_the_script_of_the_guide_runs_torchrun_and_requeues(
     assert (log.read_text(encoding="utf-8").splitlines() if log.exists() else []) == requeues
 
 
-def run_two_nodes(cluster: Path, step: str, status: int = 0, **variables: str) -> tuple[str, str]:
+def run_two_nodes(cluster: Path, step: str, *, expected_status: int, **variables: str) -> tuple[str, str]:
     """Run the script of the guide, whose srun runs `step`; return its output and its errors."""
     (script,) = (text for text in blocks(ROOT / "docs/guides/launchers.md", "bash") if text.startswith("#!"))
     write_executable(cluster / "two_nodes.sh", script)
@@ -236,7 +236,7 @@ def run_two_nodes(cluster: Path, step: str, status: int = 0, **variables: str) -
         timeout=20,
         check=False,
     )
-    assert done.returncode == status, done.stderr
+    assert done.returncode == expected_status, done.stderr
     return done.stdout, done.stderr
 
 
@@ -246,13 +246,13 @@ def test_the_commands_of_the_guide_meet_as_launch_does(cluster: Path, node: str)
     for torchrun in (cluster / ".venv" / "bin" / "torchrun", cluster / "bin" / "torchrun"):
         write_executable(torchrun, '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     on_node = 'while [[ $1 != bash ]]; do shift; done; "$@"'
-    own = {"NPROC_PER_NODE": "8", "MASTER_PORT": "29500", "SLURM_NODEID": node, "SLURM_RESTART_COUNT": "2"}
-    status, out, err = run_launch(cluster, FAKE_SRUN=on_node, **own)
+    own = {"SLURM_NODEID": node, "SLURM_RESTART_COUNT": "2"}
+    status, out, err = run_launch(cluster, FAKE_SRUN=on_node, NPROC_PER_NODE="8", MASTER_PORT="29500", **own)
     assert status == 0, err
     expected = out.splitlines()
     expected = expected[: expected.index("train/gossip_sgd.py")]
     assert f"--rdzv-conf=is_host={int(node == '0')},read_timeout=300" in expected
-    out, _ = run_two_nodes(cluster, on_node, **own)
+    out, _ = run_two_nodes(cluster, on_node, expected_status=0, **own)
     assert out.splitlines() == [*expected, "train.py"]
 
     (by_hand,) = (text for text in blocks(ROOT / "docs/guides/launchers.md", "bash") if text.startswith("srun "))
