@@ -18,6 +18,7 @@ ROWS = (
     "Overlap SGP, bfloat16",
     "Overlap SGP, momentum mixed too, bfloat16",
     "Local SGD, H = 10",
+    "Local SGD, H = 4, momentum mixed too",
     "Local SGD, H = 4, 4 bits, momentum mixed too",
 )
 """The labels of `LINES` that the table shows."""

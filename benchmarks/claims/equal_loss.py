@@ -26,7 +26,7 @@ DDP = ("DDP", "DDP, fp16 hook", "DDP, bf16 hook")
 
 
 @dataclass(frozen=True)
-class Line:
+class MethodLine:
     """A method, with the loss of one study and the time of another one.
 
     Attributes:
@@ -45,43 +45,43 @@ class Line:
         return self.curve.rpartition(", ")[2] or "GossipAdamW"
 
 
-LINES: Mapping[str, Line] = {
-    "DDP": Line("all-reduce, AdamW", "ddp", is_compared=True),
-    "DDP, fp16 hook": Line("all-reduce, AdamW", "ddp-fp16", is_compared=True),
-    "DDP, bf16 hook": Line("all-reduce, AdamW", "ddp-bf16", is_compared=True),
-    "SGP": Line("SGP, GossipAdamW", "sgp", is_compared=True),
-    "SGP, bfloat16": Line("SGP, bfloat16, GossipAdamW", "sgp-bf16", is_compared=True),
-    "Overlap SGP": Line("Overlap SGP, GossipAdamW", "osgp", is_compared=True),
-    "Overlap SGP, bfloat16": Line("Overlap SGP, bfloat16, GossipAdamW", "osgp-bf16", is_compared=True),
-    "SGP, momentum mixed too": Line("SGP, momentum mixed too, GossipAdamW", "sgp-mixed", is_compared=True),
-    "SGP, momentum mixed too, bfloat16": Line(
+LINES: Mapping[str, MethodLine] = {
+    "DDP": MethodLine("all-reduce, AdamW", "ddp", is_compared=True),
+    "DDP, fp16 hook": MethodLine("all-reduce, AdamW", "ddp-fp16", is_compared=True),
+    "DDP, bf16 hook": MethodLine("all-reduce, AdamW", "ddp-bf16", is_compared=True),
+    "SGP": MethodLine("SGP, GossipAdamW", "sgp", is_compared=True),
+    "SGP, bfloat16": MethodLine("SGP, bfloat16, GossipAdamW", "sgp-bf16", is_compared=True),
+    "Overlap SGP": MethodLine("Overlap SGP, GossipAdamW", "osgp", is_compared=True),
+    "Overlap SGP, bfloat16": MethodLine("Overlap SGP, bfloat16, GossipAdamW", "osgp-bf16", is_compared=True),
+    "SGP, momentum mixed too": MethodLine("SGP, momentum mixed too, GossipAdamW", "sgp-mixed", is_compared=True),
+    "SGP, momentum mixed too, bfloat16": MethodLine(
         "SGP, bfloat16, momentum mixed too, GossipAdamW", "sgp-bf16-mixed", is_compared=True
     ),
-    "Overlap SGP, momentum mixed too, bfloat16": Line(
+    "Overlap SGP, momentum mixed too, bfloat16": MethodLine(
         "Overlap SGP, bfloat16, momentum mixed too, GossipAdamW", "osgp-bf16-mixed", is_compared=True
     ),
     **{
-        f"Local SGD, H = {every}, momentum mixed too": Line(
+        f"Local SGD, H = {every}, momentum mixed too": MethodLine(
             f"local SGD, H = {every}, momentum mixed too, GossipAdamW", f"local-{every}-mixed"
         )
         for every in (2, 4)
     },
     **{
-        f"Local SGD, H = 4, {bits} bits, momentum mixed too": Line(
+        f"Local SGD, H = 4, {bits} bits, momentum mixed too": MethodLine(
             f"local SGD, H = 4, {bits} bits, momentum mixed too, GossipAdamW", f"local-4-mixed-{bits}"
         )
         for bits in (4, 8)
     },
-    "SGP, auto": Line("", "auto"),
-    "SGP, two peers": Line("SGP, 2 peers, GossipAdamW", "sgp-2peers"),
-    "SGP, each 8th round exact": Line("SGP, each 8th round exact, GossipAdamW", "sgp-exact"),
-    "D-PSGD, ring": Line("D-PSGD ring, GossipAdamW", "dpsgd-ring"),
-    "AD-PSGD": Line("AD-PSGD, GossipAdamW", "adpsgd"),
-    "Local SGD, H = 10": Line("local SGD, H = 10, GossipAdamW", "LocalSGD(sync_every=10)"),
-    "SlowMo, H = 12": Line(
+    "SGP, auto": MethodLine("", "auto"),
+    "SGP, two peers": MethodLine("SGP, 2 peers, GossipAdamW", "sgp-2peers"),
+    "SGP, each 8th round exact": MethodLine("SGP, each 8th round exact, GossipAdamW", "sgp-exact"),
+    "D-PSGD, ring": MethodLine("D-PSGD ring, GossipAdamW", "dpsgd-ring"),
+    "AD-PSGD": MethodLine("AD-PSGD, GossipAdamW", "adpsgd"),
+    "Local SGD, H = 10": MethodLine("local SGD, H = 10, GossipAdamW", "LocalSGD(sync_every=10)"),
+    "SlowMo, H = 12": MethodLine(
         "SlowMo, H = 12, GossipAdamW", "SlowMo(sync_every=12, gossip_every=1, inner_lr='optimizer')"
     ),
-    "DiLoCo, H = 30": Line("DiLoCo, H = 30, GossipAdamW", "DiLoCo(sync_every=30)"),
+    "DiLoCo, H = 30": MethodLine("DiLoCo, H = 30, GossipAdamW", "DiLoCo(sync_every=30)"),
 }
 """By the label. `SGP, auto` is `overlap="auto"` with `wire_dtype="auto"`, and has the loss of what it chooses."""
 COMPARED = sorted({line.curve for line in LINES.values() if line.is_compared})

@@ -92,9 +92,10 @@ BARS: Mapping[str, str] = {
     "SGP, momentum mixed too, bfloat16": "SGP, mixed, bf16",
     "Overlap SGP, momentum mixed too, bfloat16": "Overlap SGP, mixed, bf16",
     "Local SGD, H = 10": "Local SGD, H = 10",
+    "Local SGD, H = 4, momentum mixed too": "Local, H = 4, mixed",
     "Local SGD, H = 4, 4 bits, momentum mixed too": "Local, H = 4, mixed, 4 bits",
 }
-"""The bars of the picture, by the labels of `equal_loss.LINES`; gossip sends bfloat16."""
+"""The bars of the picture, by the labels of `equal_loss.LINES`; SGP and Overlap SGP send bfloat16."""
 
 
 def picture() -> str:

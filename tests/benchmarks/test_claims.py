@@ -92,7 +92,6 @@ SECTIONS = {
 """The section of each page in which a number with a unit is a figure."""
 SETTINGS = {
     ("README.md", "40 ms"),  # how a step of the emulated cluster is set up
-    ("docs/index.md", "40 ms"),
     ("docs/guides/default.md", "40 ms"),
     ("docs/guides/default.md", "**Local SGD and not DiLoCo, at 0.1 Gbit/s.**"),
 }

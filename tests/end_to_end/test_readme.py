@@ -27,10 +27,23 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
 
 
 def test_the_readme_and_the_first_page_have_a_measured_result() -> None:
-    for page in (README, ROOT / "docs" / "index.md"):
-        text = page.read_text(encoding="utf-8")
-        assert "<!--claim default.result-->\n| method" in text
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert "](assets/default.svg)" in index
+    assert "](guides/default.md#get)" in index
+    for text in (TEXT, index):
         assert "<!--claim elastic.sentence-->\nIn " in text
+
+
+def test_the_main_result_is_a_table_in_two_places() -> None:
+    """The README, and the guide to which the first page and the questions lead."""
+    places = {"README.md", "docs/guides/default.md"}
+    for claim in ("default.result", "default.fastest"):
+        pages = (
+            path
+            for path in (README, *(ROOT / "docs").rglob("*.md"))
+            if f"<!--claim {claim}-->" in path.read_text("utf-8")
+        )
+        assert {path.relative_to(ROOT).as_posix() for path in pages} == places
 
 
 def test_the_table_has_five_rows_and_each_names_a_method_of_the_registry() -> None:
