@@ -47,7 +47,9 @@ from gossip_modules import (
     TopK,
 )
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
+from gossip_modules.lab import Compute, Consensus, Network, Setting, simulate
 from gossip_modules.methods import METHODS
+from gossip_modules.methods.chosen import read_algorithm
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.ranks import run_ranks
 
@@ -75,6 +77,30 @@ def test_the_table_of_memory_has_the_cell_of_each_page() -> None:
     found = (re.search(r"^\| memory beside the model \| (.*) \|$", PAGES[name], re.MULTILINE) for name, _ in shown)
     assert shown == [(name, cell[1]) for (name, _), cell in zip(shown, found, strict=True) if cell]
     assert sorted(name for name, _ in shown) == sorted(PAGES)
+
+
+BILLION = re.findall(
+    r"^\| `(.*)` \| (\S+) \| (\S+) \|$",
+    (FOLDER / "index.md").read_text(encoding="utf-8").partition("{ #billion }")[2].partition("\n## ")[0],
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("text", "memory", "sent"), BILLION, ids=[text.partition("(")[0] for text, _, _ in BILLION])
+def test_the_gigabytes_of_a_billion_parameters_are_computed(text: str, memory: str, sent: str) -> None:
+    """Of memory by the cell of the method's page, in models of 4 GB; of messages by the Lab, of 8 workers."""
+    name = read_algorithm(text).method.name
+    cell = re.findall(r"^\| memory beside the model \| (\w+)", PAGES[name], re.MULTILINE)[0]
+    assert float(memory) == 4 * ["none", "one", "two", "three"].index(cell)
+    setting = Setting(8, 10**9, Compute(1.0), Network("10 Gbit/s"))
+    found = simulate(text, setting, Consensus(), target=1e-300, max_steps=60)
+    period = int((re.findall(r"sync_every=(\d+)", text) or ["1"])[0])
+    num_rounds = found.num_steps // period
+    assert float(sent) == float(f"{found.rank_bytes / num_rounds / period / 1e9:.2g}")
+
+
+def test_the_table_of_a_billion_parameters_has_several_methods() -> None:
+    assert len(BILLION) == 9
 
 
 def test_every_registered_method_has_a_page() -> None:
