@@ -163,3 +163,22 @@ def test_the_script_of_a_fork_learns_all_classes(tmp_path: Path) -> None:
 def test_every_script_of_the_pages_is_run_here() -> None:
     tested = re.findall(r'run_script\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8"))
     assert sorted(tested) == sorted(SCRIPTS)
+
+
+WIDEST_INLINE = 36
+"""Letters of a formula in a line: more of them are wider than a phone of 390 pixels, and no line break divides them."""
+
+
+def letters(formula: str) -> int:
+    """The letters of a formula of TeX that a reader sees, about."""
+    seen = re.sub(r"\\(tfrac|frac|mathrm|text|operatorname|bar|hat|tilde|mathbf|left|right|[,;!])", "", formula)
+    return len(re.sub(r"[{}_^\s&]", "", re.sub(r"\\[a-zA-Z]+", "x", seen)))
+
+
+def test_a_formula_in_a_line_fits_on_a_phone() -> None:
+    assert letters(r"x(t+1) = (I + W)\, x(t) - \tfrac{I + W}{2}\, x(t-1) - u(t) + u(t-1)") > WIDEST_INLINE
+    assert letters(r"\varphi = \mathrm{clock}_j") == 8
+    for page in DOCS.rglob("*.md"):
+        text = re.sub(r"```.*?```|\$\$.*?\$\$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for formula in re.findall(r"\$([^$\s](?:[^$\n]|\n(?!\n))*)\$", text):
+            assert letters(formula) <= WIDEST_INLINE, f"{page.name}: write ${formula}$ as a block, which scrolls"
