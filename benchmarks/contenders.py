@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -120,7 +121,9 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
     "diloco": lambda model: _gossip(model, algorithm=gm.DiLoCo(SYNC_EVERY)),
     "ar": lambda model: Wrapped(model, wrap=gm.AllReduceDataParallel),
     "dpsgd": partial(_gossip, push_sum=False),
+    "sgp-bf16": partial(_ring, wire_dtype=torch.bfloat16),
     "choco": lambda model: _gossip(model, algorithm=gm.Choco(gm.TopK(0.01), step_size=0.04)),
+    "choco-sign": lambda model: _gossip(model, algorithm=gm.Choco(gm.SignNorm(), step_size=0.3)),
     "powergossip": lambda model: _gossip(model, algorithm=gm.PowerGossip()),
     "adpsgd": lambda model: Wrapped(model, wrap=gm.BilatGossipDataParallel),
     "wagma": lambda model: Wrapped(model, wrap=gm.GroupAverageDataParallel),
@@ -133,5 +136,10 @@ STANDARDS: Mapping[str, str] = {
     "hand-ar": "ddp-view",
     "dpsgd": "hand-sgp",
     "decent-dp": "hand-osgp",
+    "sgp-bf16": "ddp",
+    "choco-sign": "ddp",
+    "powergossip": "ddp",
+    "wagma": "ddp",
+    "ar": "ddp",
 }
 """The method that each method is compared with; the other methods are compared with `local`."""

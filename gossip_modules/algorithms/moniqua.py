@@ -162,7 +162,7 @@ class Moniqua(Algorithm):
             mine = unpack(self._codes(own, start, stop), self.bits, stop - start)
             for weight, message in others:
                 difference = self._levels(message, mine, start, stop).to(x.dtype).sub_(self.num_levels // 2)
-                x[start:stop] += difference.mul_(self.step_size * weight * self.spacing)
+                x[start:stop].add_(difference.mul_(self.step_size * weight * self.spacing))
 
     def _levels(self, message: Tensor, mine: Tensor, start: int, stop: int) -> Tensor:
         """Return d_ij + L / 2 in [0, L) for entries [start, stop), where `mine` is n_i mod L of these entries."""

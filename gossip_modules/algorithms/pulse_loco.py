@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compression.bit_packing import pack, packed_size, unpack
+from ..compression.masks import nonzero
 from ..flat.layout import align
 from ..registry import Paper
 from ..rounds import SGD, Gather, Memory, Round, Vector, Vectors, step
@@ -126,7 +127,7 @@ def _visible(message: Message, like: Vector) -> Iterator[tuple[Tensor, Tensor, T
     *bits, values = message.fields
     start = 0
     for part, field in zip(like.parts, bits, strict=True):
-        places = unpack(field, 1, part.numel()).nonzero().view(-1)
+        places = nonzero(unpack(field, 1, part.numel()))
         stop = start + len(places) * part.element_size()
         yield part, places, values[start:stop].view(part.dtype)
         start = align(stop, 8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,9 @@ def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
     if bits == 8:
         packed.copy_(codes.view(torch.uint8))
         return
+    if bits == 1 and codes.device.type == "cpu":
+        packed.copy_(torch.from_numpy(np.packbits(codes.numpy().view(np.uint8) & 1, axis=-1, bitorder="little")))
+        return
     per_byte = 8 // bits
     lanes = codes.view(torch.uint8).bitwise_and((1 << bits) - 1)
     if codes.shape[-1] % per_byte:
@@ -42,27 +46,29 @@ def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
     while shift < per_byte * 4:
         lanes.bitwise_or_(lanes >> shift)
         shift *= 2
-    packed.copy_(lanes.bitwise_and_(0xFF))
+    packed.copy_(lanes)  # the lowest byte of each integer
 
 
 def unpack(packed: Tensor, bits: int, num_codes: int, *, signed: bool = False) -> Tensor:
     """The codes that `pack` wrote: uint8 [..., num_codes], or int8 in two's complement when `signed`."""
-    codes = packed
-    if bits < 8:
-        of_bytes = _codes_of_bytes(bits, signed, packed.device).index_select(0, packed.int().flatten())
-        codes = of_bytes.view(packed.shape).view(torch.uint8)[..., :num_codes]
-    return codes.view(torch.int8) if signed else codes
+    if bits == 8:
+        return packed.view(torch.int8) if signed else packed
+    if bits == 1 and not signed and packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=num_codes, bitorder="little"))
+    # Each code moves to the highest bits of a byte of its own, then to the lowest ones, with copies of its sign.
+    empty = 8 - bits
+    bytes_ = packed.to(_LANES[bits])
+    lanes = bytes_ << empty
+    for k in range(2, 8 // bits + 1):
+        lanes.bitwise_or_(bytes_ << (empty * k))
+    codes = lanes.bitwise_and_(_in_lanes(((1 << bits) - 1) << empty, bits)).view(torch.int8 if signed else torch.uint8)
+    return codes.bitwise_right_shift_(empty)[..., :num_codes]
 
 
-@lru_cache(maxsize=64)
-def _codes_of_bytes(bits: int, signed: bool, device: torch.device) -> Tensor:
-    """A table: entry b is the codes in the packed byte b, as the bytes of one integer."""
-    shifts = torch.arange(0, 8, bits, device=device)
-    codes = torch.arange(256, device=device)[:, None] >> shifts & ((1 << bits) - 1)
-    if signed:
-        half = 1 << (bits - 1)
-        codes = ((codes ^ half) - half) & 0xFF
-    return codes.to(torch.uint8).flatten().view(_LANES[bits])
+def _in_lanes(byte: int, bits: int) -> int:
+    """The integer whose bytes are all `byte`, in the type of `_LANES[bits]`."""
+    size = _LANES[bits].itemsize
+    return int.from_bytes(bytes([byte] * size), "little", signed=True)
 
 
 class _Packing(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float64)
+_MAGNITUDE = 0x7FFF  # the bits of a number of 16 bits without its sign, in the order of magnitudes
 
 
 class Compressor(ABC):
@@ -174,13 +176,19 @@ class Cast(Compressor):
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
         largest = torch.finfo(self.dtype).max
         narrow = message.view(self.dtype)
+        infinity = torch.tensor(math.inf, dtype=self.dtype).view(torch.int16).item()
         for start, stop, _ in chunks(x, 1):
-            narrow[..., start:stop] = saturated(x[..., start:stop], largest)
+            part, wider = narrow[..., start:stop], x[..., start:stop]
+            if x.device.type == "cpu":  # which need not wait for the answer
+                part.copy_(wider)
+                if part.view(torch.int16).bitwise_and(_MAGNITUDE).amax() < infinity:
+                    continue
+            part.copy_(saturated(wider, largest))
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         narrow = message.view(self.dtype)
         for start, stop, _ in chunks(target, 1):
-            target[..., start:stop] += narrow[..., start:stop].to(wide(target)).mul_(alpha)
+            target[..., start:stop].add_(narrow[..., start:stop].to(wide(target)).mul_(alpha))
 
     def __repr__(self) -> str:
         return f"Cast({self.dtype})"

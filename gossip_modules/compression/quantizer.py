@@ -13,6 +13,7 @@ from ..checks import checked_seed
 from ..devices import wide_dtype
 from .bit_packing import pack, packed_size, unpack
 from .compressor import Compressor, chunks, in_blocks, random_words, saturated, wide
+from .masks import is_below
 
 _TINY = torch.finfo(torch.float32).tiny
 LARGEST = torch.finfo(torch.float32).max * (1 - 2**-20)  # a scale of this size times a level stays finite in float32
@@ -53,7 +54,8 @@ class _BlockCode(Compressor):
         for start, stop, blocks in chunks(target, self._size(target.shape[-1])):
             own = packed[..., packed_size(start, self.bits) : packed_size(stop, self.bits)]
             codes = unpack(own, self.bits, stop - start, signed=self.is_signed)
-            target[..., start:stop] += self._values(in_blocks(codes, blocks), scales[..., blocks, :]).flatten(-2)
+            values = self._values(in_blocks(codes, blocks), scales[..., blocks, :])
+            target[..., start:stop].add_(values.flatten(-2))
 
     def _size(self, d: int) -> int:
         return self.block_size or max(d, 1)
@@ -91,7 +93,6 @@ class SignNorm(_BlockCode):
     """
 
     bits = 1
-    is_signed = True
 
     def __init__(self, block_size: int | None = 2048) -> None:
         self.block_size = None if block_size is None else checked_multiple_of_8("block_size", block_size)
@@ -103,10 +104,10 @@ class SignNorm(_BlockCode):
         sums[..., -1] /= x.shape[-1] - (sums.shape[-1] - 1) * size
         scales[..., 0] = saturated(sums, LARGEST)
         for start, stop, _ in chunks(x, size):
-            yield start, stop, (x[..., start:stop] < 0).view(torch.uint8)
+            yield start, stop, is_below(x[..., start:stop], 0).view(torch.uint8)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.mul_(2).add_(1).to(scales.dtype).mul_(scales)
+        return codes.mul_(-2).add_(1).view(torch.int8).to(scales.dtype).mul_(scales)
 
     def __repr__(self) -> str:
         return f"SignNorm({self.block_size})"
@@ -128,7 +129,8 @@ class QSGD(_BlockCode):
     Args:
         bits: the number of bits per entry; 8, 4 or 2.
         bucket_size: the number of entries per norm, a multiple of 8; the last bucket may be shorter.
-        seed: the seed of the rounding, >= 0; the rounding is a function of (seed, t) on each kind of device.
+        seed: the seed of the rounding, >= 0; the rounding is a function of (seed, t) on each kind of device. Chunks of
+            131,072 entries of a long vector share random numbers, rotated by a random distance.
         unbiased: whether not to divide by 1 + omega, so that E C(x) = x.
 
     Raises:
@@ -155,11 +157,14 @@ class QSGD(_BlockCode):
 
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
         scales[..., 0] = saturated(_norms(x, self.bucket_size, 2), LARGEST)
-        generator = torch.Generator(x.device).manual_seed(random_words(self.seed, t, 1)[0])
-        for start, stop, buckets in chunks(x, self.bucket_size):
+        word, stride = random_words(self.seed, t, 2)
+        generator, dither = torch.Generator(x.device).manual_seed(word), x.new_empty(0)
+        for k, (start, stop, buckets) in enumerate(chunks(x, self.bucket_size)):
+            if not k:  # the longest chunk; random numbers cost more than all else
+                dither = x.new_empty(stop - start, dtype=scales.dtype).uniform_(generator=generator)
             levels = in_blocks(x[..., start:stop], buckets) / scales[..., buckets, :]
-            dither = torch.empty_like(levels[(0,) * (levels.dim() - 2)])  # one for all rows
-            levels.mul_(self.num_levels).add_(dither.uniform_(generator=generator))
+            rolled = dither.roll(k * stride % len(dither)) if k else dither
+            levels.mul_(self.num_levels).add_(in_blocks(rolled[: stop - start], buckets))  # one dither for all rows
             # Sums may round up to s + 1. NaN becomes level 0: from 0 / 0, and where the norm is not finite either.
             levels.floor_().clamp_(-self.num_levels, self.num_levels).nan_to_num_(nan=0.0)
             yield start, stop, levels.to(torch.int8).flatten(-2)
@@ -177,7 +182,7 @@ class Absmax(_BlockCode):
     With s = 2^(bits-1) - 1 an entry takes `bits` bits, and a block one float32 in addition. An entry errs by M / (2 s)
     at most, and by its own magnitude at most. Nothing is random, and the mean of C(x) is not the mean of x: take it
     with error feedback, as outer methods have it. It takes less time than `QSGD`, which draws random numbers. If an
-    entry is infinite or NaN, its whole block becomes NaN. Finite entries beyond the range of float32 count as the
+    entry is infinite or NaN, so is its whole block. Finite entries beyond the range of float32 count as the
     largest float32.
 
     Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022, arXiv 2110.02861,
@@ -208,13 +213,11 @@ class Absmax(_BlockCode):
 
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
         for start, stop, blocks in chunks(x, self._size(x.shape[-1])):
-            rows = in_blocks(x[..., start:stop], blocks)
-            largest = torch.maximum(rows.amax(-1, keepdim=True), rows.amin(-1, keepdim=True).neg_())
-            scales[..., blocks, :] = saturated(largest, LARGEST)
-            # A block of zeros has the levels 0. NaN becomes level 0 too, and its scale is NaN.
-            levels = rows * (self.num_levels / scales[..., blocks, :].clamp_min(_TINY))
-            levels.round_().clamp_(-self.num_levels, self.num_levels)
-            yield start, stop, levels.nan_to_num_(nan=0.0).to(torch.int8).flatten(-2)
+            rows = in_blocks(_in_range_of_float32(x[..., start:stop]), blocks)
+            scales[..., blocks, :] = saturated(rows.abs().amax(-1, keepdim=True), LARGEST)
+            # A block of zeros has the levels 0. Where the scale is not finite, all levels give NaN or infinity.
+            levels = rows / (scales[..., blocks, :] / self.num_levels).clamp_min_(_TINY)
+            yield start, stop, levels.round_().to(torch.int8).flatten(-2)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.to(scales.dtype).mul_(scales)
@@ -298,7 +301,21 @@ def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
     dtype = wide_dtype(x.device)
     sums = torch.zeros(*x.shape[:-1], -(-x.shape[-1] // block_size), dtype=dtype, device=x.device)
     for start, stop, blocks in chunks(x, block_size):
-        chunk = x[..., start:stop] if x.dtype == torch.float32 else saturated(x[..., start:stop], LARGEST)
-        norms = torch.linalg.vector_norm(in_blocks(chunk, blocks), p, dim=-1, dtype=dtype)
-        sums[..., blocks] += norms.pow_(p)
+        rows = in_blocks(_in_range_of_float32(x[..., start:stop]), blocks)
+        if p == 1:
+            sums[..., blocks] += _sums(rows.abs(), dtype)
+        else:
+            sums[..., blocks] += torch.linalg.vector_norm(rows, p, dim=-1, dtype=dtype).pow_(p)
     return sums.pow_(1 / p)
+
+
+def _in_range_of_float32(x: Tensor) -> Tensor:
+    """x, float32 or float64, with finite numbers beyond the range of float32 replaced by its largest number."""
+    return x if x.dtype == torch.float32 else saturated(x, LARGEST)
+
+
+def _sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums of positive numbers over the last dimension, with the range of `dtype`."""
+    if x.device.type == "cpu" and bool((sums := x.sum(-1)).isfinite().all()):  # a GPU would wait for the answer
+        return sums
+    return x.sum(-1, dtype=dtype)

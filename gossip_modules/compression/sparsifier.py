@@ -13,6 +13,7 @@ from torch import Tensor
 from ..checks import checked_integer, checked_seed
 from .bit_packing import indices_size, pack_indices, unpack_indices
 from .compressor import Compressor, random_words, wide
+from .masks import is_below, nonzero
 
 _SAMPLE_SIZE = 1 << 16
 _ENTRIES_AT_ONCE = 1 << 20
@@ -101,9 +102,9 @@ class TopK(_Largest):
         if x.device.type == "cpu" and x.dim() == 1 and x.numel() > 8 * max(k, _SAMPLE_SIZE):
             sample = x[:: x.numel() // _SAMPLE_SIZE | 1].abs()
             expected = sample.numel() * k / x.numel()
-            threshold = sample.topk(math.ceil(expected + 4 * math.sqrt(expected)) + 1).values[-1]
+            threshold = sample.topk(math.ceil(expected + 4 * math.sqrt(expected)) + 1).values[-1].item()
             parts = x.split(_CACHED_ENTRIES)  # NaN is among those that are not below
-            found = [(part.abs() < threshold).logical_not_().nonzero().squeeze(1) for part in parts]
+            found = [nonzero(is_below(part.abs(), threshold).logical_not_()) for part in parts]
             candidates = torch.cat([indices.add_(n * _CACHED_ENTRIES) for n, indices in enumerate(found)])
             if candidates.numel() >= k:
                 return candidates[_largest(x[candidates], k)]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..compression.bit_packing import pack, packed_size, unpack
 from ..compression.compressor import chunks
+from ..compression.masks import nonzero
 from ..transport.base import Pending, Transport
 from ..transport.exchange import Messages
 
@@ -70,7 +70,7 @@ class Changes(NamedTuple):
                 said = change.clamp(-largest, largest)
                 pack(said.to(torch.int8), bits, codes[start * bits // 8 : packed_size(stop, bits)])
                 change -= said
-            found.append(_nonzero(change).add_(start))
+            found.append(nonzero(change).add_(start))
         where = torch.cat(found)
         return cls(bits, codes, words[where], pack_places(where))
 
@@ -90,7 +90,7 @@ class Changes(NamedTuple):
             return
         for start, stop, _ in chunks(words, 1) if self.bits else ():
             packed = self.codes[start * self.bits // 8 : packed_size(stop, self.bits)]
-            words[start:stop] += unpack(packed, self.bits, stop - start, signed=True)
+            words[start:stop].add_(unpack(packed, self.bits, stop - start, signed=True))
         if self.listed.numel():
             where = unpack_places(self.places)
             if len(where) != len(self.listed) or int(where[-1]) >= len(words):
@@ -107,12 +107,6 @@ def choose_bits(last: Tensor, words: Tensor) -> int:
     return min(zip((*costs, WHOLE / 8), (*LARGEST, WHOLE), strict=True))[1]
 
 
-def _nonzero(x: Tensor) -> Tensor:
-    """The indices of the entries of a vector that are not zero, int64; waits for the device."""
-    # numpy takes .03 ms for 131,072 words on a CPU where torch takes .13 ms.
-    return torch.from_numpy(np.flatnonzero(x.numpy() != 0)) if x.device.type == "cpu" else x.nonzero().view(-1)
-
-
 def pack_places(where: Tensor) -> Tensor:
     """Return ascending different indices, int64 [k], as bytes: gaps of up to 254, and 255 for as many without an index.
 
@@ -127,7 +121,7 @@ def pack_places(where: Tensor) -> Tensor:
 
 def unpack_places(packed: Tensor) -> Tensor:
     """Return the indices that `pack_places` wrote, int64 [k]."""
-    ends = _nonzero(_SKIP - packed)
+    ends = nonzero(_SKIP - packed)
     steps = packed.long()
     steps[ends] += 1
     return steps.cumsum_(0)[ends].sub_(1)
