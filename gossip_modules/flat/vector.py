@@ -198,6 +198,18 @@ class FlatVector:
         for x, y in zip(self.segments, other.segments, strict=True):
             add_(x, y, alpha=alpha)
 
+    def add_all_segments_(self, others: Sequence[FlatVector], weights: Sequence[float]) -> None:
+        """self <- self + sum_j weights[j] * others[j], without the weight, in one pass over this vector.
+
+        Args:
+            others: vectors with segments as long as these; their dtypes may be narrower.
+            weights: the factor of each of `others`.
+        """
+        for x, *messages in zip(self.segments, *map(_segments, others), strict=True):
+            for chunk, *parts in in_chunks(x, *messages):
+                for part, weight in zip(parts, weights, strict=True):
+                    add_(chunk, part, alpha=weight)
+
     def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
         """self <- self + alpha * correction, then correction <- self, without the weights.
 

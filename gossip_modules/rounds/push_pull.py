@@ -260,10 +260,7 @@ class PushPull(Mixer):
         old, new = ([row.inp.get(peer, 0.0) for peer in peers] for row in (before, now))
         if sent is not None:
             changes = [(now.own - before.own, sent), *((b - a, m) for a, b, m in zip(old, new, messages, strict=True))]
-            for change, message in changes:
-                s.add_segments_(message, alpha=change / alpha)
-                if self.is_weighted:
-                    s.push_sum_weight.add_(message.push_sum_weight, alpha=change / alpha)
+            self._add_all(s, [message for _, message in changes], [change / alpha for change, _ in changes])
             return
         scale = 1.0 if before.own == 1 else (now.own - 1) / (before.own - 1)
         s.combine_(scale, messages, [(b - scale * a) / alpha for a, b in zip(old, new, strict=True)])
@@ -282,9 +279,13 @@ class PushPull(Mixer):
         if sent is None:
             s.combine_(row.own - is_difference, messages, coefficients)
             return
-        for message, weight in ((sent, row.own - 1), *zip(messages, coefficients, strict=True)):
-            s.add_segments_(message, alpha=weight)
-            if self.is_weighted:
+        self._add_all(s, [sent, *messages], [row.own - 1, *coefficients])
+
+    def _add_all(self, s: FlatVector, messages: Sequence[FlatVector], weights: Sequence[float]) -> None:
+        """s <- s + sum_j weights[j] messages[j], with its weight if weights are sent."""
+        s.add_all_segments_(messages, weights)
+        if self.is_weighted:
+            for message, weight in zip(messages, weights, strict=True):
                 s.push_sum_weight.add_(message.push_sum_weight, alpha=weight)
 
     def _wait(self) -> None:
