@@ -68,8 +68,8 @@ class DeepSqueeze(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         e = m.vector("error", average="on_request", join="zero")
-        q = v.encode(self.compressor, e.plus(v.x))  # v_i exists only during compression
+        rest = e.plus(v.x)
+        q = v.encode(self.compressor, rest, rest=rest)
         received = yield Share(q)
-        e.add_(v.x)
-        q.add_to(e, alpha=-1.0)
+        e.set_(rest)
         received.add_to(v.x, alpha=self.step_size)

@@ -83,9 +83,7 @@ class EagerDiLoCo(DiLoCo):
                 m.forget("error")
         else:
             error = m.vector("error", join="zero")
-            message = v.encode(self.compressor, sent.add_(error, alpha=self.error_decay))
-            error.set_(sent)
-            message.add_to(error, alpha=-1.0)
+            message = v.encode(self.compressor, sent.add_(error, alpha=self.error_decay), rest=error)
             message.add_to(sent.zero_())
         m.check_vectors(of=self)  # before anything is written
         late.add_(sent, alpha=1 / v.num_ranks)  # G

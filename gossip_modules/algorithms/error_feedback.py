@@ -38,11 +38,10 @@ def compressed_average(
         yield Average(x.add_(error, alpha=decay), code=code, rest=rest)
         error.set_(rest)
         return
-    q = v.encode(code, x.add_(error, alpha=decay))
+    q = v.encode(code, x.add_(error, alpha=decay), rest=x)
     received = yield Gather(q, () if weight is None else (weight,))
     shares = None if weight is None else received.numbers[:, 0] / total_weight(received.numbers)
     error.set_(x)
-    q.add_to(error, alpha=-1.0)
     x.zero_()
     if shares is None:
         received.add_to(x)

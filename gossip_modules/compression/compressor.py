@@ -58,13 +58,15 @@ class Compressor(ABC):
         _check_vector(x, _DTYPES)
         return x.new_zeros(self.num_bytes(x.numel(), x.dtype), dtype=torch.uint8)
 
-    def compress(self, x: Tensor, message: Tensor, *, t: int = 0) -> None:
-        """message <- C(x).
+    def compress(self, x: Tensor, message: Tensor, *, t: int = 0, rest: Tensor | None = None) -> None:
+        """message <- C(x), and rest <- x - C(x) if there is a `rest`.
 
         Args:
-            x: the vector, float32 or float64 [d], contiguous; not changed.
+            x: the vector, float32 or float64 [d], contiguous; changed only if it is `rest`.
             message: the result, uint8 [num_bytes], as `message_like(x)` makes it; every byte is written.
             t: the round, >= 0; random choices depend on it.
+            rest: the part of x that the message leaves out, like x; x itself, or a vector that shares no memory with
+                it. It has the bits of a copy of x after `add_decompressed(message, copy, alpha=-1)`, in less time.
 
         Raises:
             ValueError: x or message has another dtype, shape or size.
@@ -76,8 +78,21 @@ class Compressor(ABC):
                 f"got a message {message.dtype} {list(message.shape)}, expected torch.uint8 [{expected}] for "
                 f"{x.numel()} elements of {x.dtype} with {self}; make it with message_like(x)"
             )
-        if x.numel():
+        if rest is not None and (rest.dtype != x.dtype or rest.shape != x.shape or not rest.is_contiguous()):
+            raise ValueError(
+                f"got a rest {rest.dtype} {list(rest.shape)}, expected {x.dtype} {list(x.shape)}, contiguous, as x is"
+            )
+        if x.numel() and rest is None:
             self._encode(x, message, t)
+        elif x.numel() and rest is not None:
+            self._encode_and_subtract(x, message, rest, t)
+
+    def _encode_and_subtract(self, x: Tensor, message: Tensor, rest: Tensor, t: int) -> None:
+        """`compress` with a rest, after its checks; d >= 1."""
+        self._encode(x, message, t)
+        if rest is not x:
+            rest.copy_(x)
+        self._add(message, rest, x.dtype, -1.0)
 
     def add_decompressed(self, message: Tensor, target: Tensor, *, alpha: float = 1.0) -> None:
         """target <- target + alpha * C(x), rounded once where target is narrower than x.

@@ -34,7 +34,10 @@ class _BlockCode(Compressor):
 
     @abstractmethod
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Write the scales, [..., blocks, num_scales]; yields (start, stop, codes [..., stop - start])."""
+        """Write the scales, [..., blocks, num_scales]; yields (start, stop, codes [..., stop - start]).
+
+        Whoever takes the codes may then change them and this part of x.
+        """
 
     @abstractmethod
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -44,9 +47,22 @@ class _BlockCode(Compressor):
         return 4 * self.num_scales * -(-d // self._size(d)) + packed_size(d, self.bits)
 
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
+        for _ in self._write(x, message, t):
+            pass
+
+    def _encode_and_subtract(self, x: Tensor, message: Tensor, rest: Tensor, t: int) -> None:
+        scales, size = self._parts(message, x.shape[-1])[0], self._size(x.shape[-1])
+        for start, stop, codes in self._write(x, message, t):  # codes are in the cache
+            blocks = slice(start // size, -(-stop // size))
+            values = self._values(in_blocks(codes, blocks), scales[blocks].to(x.dtype) * -self.step)
+            torch.add(x[start:stop], values.flatten(-2), out=rest[start:stop])
+
+    def _write(self, x: Tensor, message: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Write the message, and yield (start, stop, codes) of what is written."""
         scales, packed = self._parts(message, x.shape[-1])
         for start, stop, codes in self._codes(x, scales, t):
             pack(codes, self.bits, packed[..., packed_size(start, self.bits) : packed_size(stop, self.bits)])
+            yield start, stop, codes
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
         scales, packed = self._parts(message, target.shape[-1])

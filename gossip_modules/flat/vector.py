@@ -207,8 +207,11 @@ class FlatVector:
         """
         for x, *messages in zip(self.segments, *map(_segments, others), strict=True):
             for chunk, *parts in in_chunks(x, *messages):
+                if x.element_size() < 4:
+                    _combine_(chunk, 1.0, parts, weights)
+                    continue
                 for part, weight in zip(parts, weights, strict=True):
-                    add_(chunk, part, alpha=weight)
+                    chunk.add_(part.to(x.dtype), alpha=weight)
 
     def apply_and_refresh_(self, correction: FlatVector, *, alpha: float) -> None:
         """self <- self + alpha * correction, then correction <- self, without the weights.

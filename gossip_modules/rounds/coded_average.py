@@ -73,16 +73,13 @@ class CodedAverage:
         Raises:
             ConnectionError, TimeoutError: a rank is gone or late.
         """
-        vectors = []
-        for part, left in zip(x.parts, rest.parts, strict=True):
-            if part.numel():
-                left.copy_(part)
-                vectors.append(CodedVector(left, part.zero_(), has_feedback=True))
+        parts = zip(x.parts, rest.parts, strict=True)
+        vectors = [CodedVector(part, left) for part, left in parts if part.numel()]
         for b, segment in zip(buffers, segments_with_buffers(layout), strict=True):
             for first, last, takes_code in segment.coded():
                 own = b[first:last]
                 if takes_code:
-                    vectors.append(CodedVector(own, own, has_feedback=False))
+                    vectors.append(CodedVector(own, own))
                 else:
                     self.transport.all_reduce(own, what=f"buffers in round {t}")
                     own.div_(self.transport.world_size)
@@ -108,44 +105,51 @@ class CodedVector(NamedTuple):
     """A vector in a coded average.
 
     Attributes:
-        x: the vector; becomes e, the part that is left out.
-        total: total <- total + A; may be x.
-        has_feedback: whether e has the share of the mean that its code leaves out.
+        x: the vector; becomes A, or x - q + A without error feedback.
+        rest: becomes e; x itself without error feedback, as for moments.
     """
 
     x: Tensor
-    total: Tensor
-    has_feedback: bool
+    rest: Tensor
 
     def encode(self, messages: Tensor, code: Compressor, t: int) -> None:
-        """Write the codes of the runs into messages, uint8 [n, size], and take them from x."""
-        n = len(messages)
-        length = run_length(self.x.numel(), n)
+        """Write the codes of the runs into messages, uint8 [n, size], and rest <- x - q."""
+        n, length = len(messages), run_length(self.x.numel(), len(messages))
         size = code.num_bytes(length, self.x.dtype)
-        for run, message in zip(runs(self.x, n), messages[:, :size], strict=True):
-            code.compress(padded(run, length), message, t=t)
-            _add(code, message, run, length, alpha=-1.0)
+        for run, rest, message in zip(runs(self.x, n), runs(self.rest, n), messages[:, :size], strict=True):
+            if len(run) == length:
+                code.compress(run, message, t=t, rest=run if self.rest is self.x else rest)
+            else:
+                whole = padded(run, length)
+                code.compress(whole, message, t=t, rest=whole)
+                rest.copy_(whole[: len(rest)])
 
     def encode_mean(self, messages: Tensor, own: Tensor, code: Compressor, t: int, *, rank: int) -> None:
-        """Write the code of the mean of messages of the run `rank` into `own`."""
-        n = len(messages)
-        mean = self.x.new_zeros(run_length(self.x.numel(), n))
+        """Write the code of the mean of messages of the run `rank` into `own`, and add its error to the rest."""
+        n, mean = len(messages), self.x.new_zeros(run_length(self.x.numel(), len(messages)))
         size = code.num_bytes(len(mean), self.x.dtype)
         for message in messages[:, :size]:
             code.add_decompressed(message, mean, alpha=1 / n)
-        code.compress(mean, own[:size], t=t)
-        if self.has_feedback:
-            code.add_decompressed(own[:size], mean, alpha=-1.0)
-            rest = list(runs(self.x, n))[rank]
+        if self.rest is self.x:
+            code.compress(mean, own[:size], t=t)
+        else:
+            code.compress(mean, own[:size], t=t, rest=mean)
+            rest = list(runs(self.rest, n))[rank]
             rest.add_(mean[: len(rest)], alpha=n)
 
     def add(self, messages: Tensor, code: Compressor) -> None:
-        """Add the means of all runs."""
-        n = len(messages)
-        length = run_length(self.x.numel(), n)
+        """x <- the means of all runs; x <- x + the means without error feedback."""
+        n, length = len(messages), run_length(self.x.numel(), len(messages))
         size = code.num_bytes(length, self.x.dtype)
-        for run, message in zip(runs(self.total, n), messages[:, :size], strict=True):
-            _add(code, message, run, length, alpha=1.0)
+        if self.rest is not self.x:
+            self.x.zero_()
+        for run, message in zip(runs(self.x, n), messages[:, :size], strict=True):
+            if len(run) == length:
+                code.add_decompressed(message, run)
+            elif len(run):
+                whole = run.new_zeros(length)
+                code.add_decompressed(message, whole)
+                run.add_(whole[: len(run)])
 
 
 def segments_with_buffers(layout: FlatLayout | None) -> list[Segment]:
@@ -195,13 +199,3 @@ def runs(x: Tensor, n: int) -> Iterator[Tensor]:
 def padded(x: Tensor, length: int) -> Tensor:
     """Return x, or a copy with zeros at its end if its last dimension is shorter than `length`."""
     return x if x.shape[-1] == length else torch.nn.functional.pad(x, (0, length - x.shape[-1]))
-
-
-def _add(code: Compressor, message: Tensor, run: Tensor, length: int, *, alpha: float) -> None:
-    """run <- run + alpha C, for a message of a padded run."""
-    if len(run) == length:
-        code.add_decompressed(message, run, alpha=alpha)
-    elif len(run):
-        whole = run.new_zeros(length)
-        code.add_decompressed(message, whole, alpha=alpha)
-        run.add_(whole[: len(run)])

@@ -142,16 +142,19 @@ class Message:
         """Return the message of another rank with the same code and the same fields, in the memory of `buffer`."""
         return Message(self.code, buffer, len(self.others))
 
-    def write(self, x: Vector, t: int) -> Message:
-        """self <- C(x).
+    def write(self, x: Vector, t: int, rest: Vector | None = None) -> Message:
+        """self <- C(x), and rest <- x - C(x).
 
         Args:
             x: the vector to encode.
             t: the round; random choices are a function of it.
+            rest: see `Vectors.encode`.
         """
         assert self.code is not None, "the algorithm fills the fields of this message"
-        for part, field in zip(x.parts, self.fields, strict=True):
-            if part.numel():
+        for k, (part, field) in enumerate(zip(x.parts, self.fields, strict=True)):
+            if part.numel() and rest is not None:
+                cast("Compressor", self.code).compress(part, field, t=t, rest=rest.parts[k])
+            elif part.numel():
                 self.code.compress(part if part.element_size() >= 4 else part.float(), field, t=t)
         return self
 

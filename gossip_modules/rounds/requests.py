@@ -204,15 +204,16 @@ class Vectors:
         """Return the description of the same round for another vector x, without the step of SGD."""
         return replace(self, x=x, step=None)
 
-    def encode(self, code: Code, x: Vector, *, key: object = "own") -> Message:
+    def encode(self, code: Code, x: Vector, *, key: object = "own", rest: Vector | None = None) -> Message:
         """Return C(x) as a message.
 
         Args:
-            code: the code or compressor C.
-            x: the vector.
+            code: the code or compressor C; with a `rest` a compressor.
+            x: the vector; with a `rest` of float32 at least.
+            rest: becomes x - C(x), in less time than by `add_to`; x itself, or another vector with the dtypes of x.
             key: a name for the memory of the message. Messages with different keys may be in flight together.
         """
-        return self.mail.room_for(code, x, key=key).write(x, self.t)
+        return self.mail.room_for(code, x, key=key).write(x, self.t, rest)
 
     def message(self, sizes: Sizes, *, key: object) -> Message:
         """Return a message whose fields the algorithm fills.

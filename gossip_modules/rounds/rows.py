@@ -180,9 +180,12 @@ class StackedMessage(Message):
         """The size of the message of one rank."""
         return sum(align(self.code.message_like(values[0]).numel(), 8) for values in self.values)
 
-    def write(self, x: Vector, t: int) -> StackedMessage:
+    def write(self, x: Vector, t: int, rest: Vector | None = None) -> StackedMessage:
         """See `Message`."""
         self.values = tuple(cast("Compressor", self.code).decompressed(part, t=t) for part in x.parts)
+        if rest is not None:
+            for left, part, values in zip(rest.parts, x.parts, self.values, strict=True):
+                torch.sub(part, values, out=left)
         return self
 
     def add_to(self, x: Vector, alpha: float | Tensor = 1.0) -> None:

@@ -69,6 +69,28 @@ def test_round_trip_is_the_dense_oracle(name: str, dtype: torch.dtype, device: s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
+def test_the_rest_has_the_bits_of_a_copy_that_the_message_is_taken_from(name: str, dtype: torch.dtype) -> None:
+    """In another vector, and in x itself; the message is the same."""
+    compressor = CASES[name].make()
+    for d in DIMENSIONS:
+        x = vector(d, dtype)
+        message, expected = compressed(compressor, x, t=5), x.clone()
+        compressor.add_decompressed(message, expected, alpha=-1.0)
+        for rest in (torch.full_like(x, 7.0), x):
+            again = compressor.message_like(x)
+            compressor.compress(x, again, t=5, rest=rest)
+            assert raw(again) == raw(message)
+            torch.testing.assert_close(rest, expected, rtol=0, atol=0)
+
+
+def test_a_rest_of_another_dtype_is_an_error() -> None:
+    x = vector(16)
+    with pytest.raises(ValueError, match=r"got a rest torch.float64 \[16\], expected torch.float32 \[16\]"):
+        SignNorm().compress(x, SignNorm().message_like(x), rest=x.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
 def test_all_rows_at_once_are_the_messages_one_by_one(name: str, dtype: torch.dtype) -> None:
     compressor = CASES[name].make()
     assert compressor.takes_rows
