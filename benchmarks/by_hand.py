@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ Optimizer: TypeAlias = torch.optim.Optimizer
 OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 Loss: TypeAlias = Callable[[nn.Module], Tensor]
 """The loss of a model on the batch of the step: a scalar."""
+PIECE = 1 << 17  # entries that stay in the cache of a processor
+BLOCK = 2048  # entries with one magnitude
 
 
 def make_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
@@ -119,6 +122,74 @@ class OverlappedSGP(RingLoop):
         self.snapshot.copy_(self.flat)
         self.post(self.snapshot)
         super().step(loss)
+
+
+class NarrowSGP(RingLoop):
+    """SGP with messages in bfloat16: x_i <- x_i + (y_(i-1) - y_i) / 2 with the rounded models y."""
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.message, self.inbox = (torch.empty_like(self.flat, dtype=torch.bfloat16) for _ in range(2))
+
+    def step(self, loss: Loss) -> None:
+        """Run one training step on a batch."""
+        PlainLoop.step(self, loss)
+        self.message.copy_(self.flat)
+        self.post(self.message)
+        self.wait()
+        for x, own, theirs in zip(*(v.split(PIECE) for v in (self.flat, self.message, self.inbox)), strict=True):
+            x.add_(own.float(), alpha=-0.5).add_(theirs.float(), alpha=0.5)
+
+
+class SignChoco(RingLoop):
+    """CHOCO-SGD with signs on two ranks: the bits of x - public and a mean magnitude for each 2,048 entries are sent.
+
+    Args:
+        step_size: gamma.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerFactory = make_optimizer, *, step_size: float = 0.3
+    ) -> None:
+        super().__init__(model, optimizer)
+        self.step_size = step_size
+        self.num_blocks = -(-self.flat.numel() // BLOCK)
+        self.public, self.drift = (torch.zeros(self.num_blocks, BLOCK) for _ in range(2))
+        self.difference = torch.zeros_like(self.public)
+        self.message, self.inbox = (torch.empty(self.num_blocks, 4 + BLOCK // 8, dtype=torch.uint8) for _ in range(2))
+
+    def step(self, loss: Loss) -> None:
+        """Run one training step on a batch."""
+        PlainLoop.step(self, loss)
+        d = self.flat.numel()
+        torch.sub(self.flat, self.public.view(-1)[:d], out=self.difference.view(-1)[:d])
+        scales, bits = self.parts(self.message)
+        for x, scale, own in zip(*(v.split(PIECE // BLOCK) for v in (self.difference, scales, bits)), strict=True):
+            scale.copy_(x.abs().mean(1, keepdim=True))
+            own.copy_(torch.from_numpy(np.packbits(np.less(x.numpy(), 0), axis=1, bitorder="little")))
+        self.post(self.message)
+        self.wait()
+        for message, changes in (
+            (self.message, ((self.public, 1.0), (self.drift, -0.5))),
+            (self.inbox, ((self.drift, 0.5),)),
+        ):
+            self.add(message, changes)
+        self.flat.add_(self.drift.view(-1)[:d], alpha=self.step_size)
+
+    def add(self, message: Tensor, changes: tuple[tuple[Tensor, float], ...]) -> None:
+        """Add the values of a message to vectors, each with a factor."""
+        scales, bits = self.parts(message)
+        for first in range(0, self.num_blocks, PIECE // BLOCK):
+            rows = slice(first, first + PIECE // BLOCK)
+            codes = torch.from_numpy(np.unpackbits(bits[rows].numpy(), axis=1, bitorder="little"))
+            values = codes.mul_(-2).add_(1).view(torch.int8).float().mul_(scales[rows])
+            for target, factor in changes:
+                target[rows].add_(values, alpha=factor)
+
+    @staticmethod
+    def parts(message: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales, float32 [blocks, 1], and the bits of a message."""
+        return message[:, :4].view(torch.float32), message[:, 4:]
 
 
 class DiLoCoLoop(FlatLoop):

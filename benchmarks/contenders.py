@@ -17,9 +17,11 @@ from benchmarks.by_hand import (
     BlockingSGP,
     DiLoCoLoop,
     Loss,
+    NarrowSGP,
     OptimizerFactory,
     OverlappedSGP,
     PlainLoop,
+    SignChoco,
     make_optimizer,
 )
 from gossip_modules.extend import GossipWrapper
@@ -127,6 +129,8 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
     "powergossip": lambda model: _gossip(model, algorithm=gm.PowerGossip()),
     "adpsgd": lambda model: Wrapped(model, wrap=gm.BilatGossipDataParallel),
     "wagma": lambda model: Wrapped(model, wrap=gm.GroupAverageDataParallel),
+    "hand-sgp-bf16": NarrowSGP,
+    "hand-choco-sign": SignChoco,
 }
 STANDARDS: Mapping[str, str] = {
     "sgp": "hand-sgp",
@@ -137,9 +141,10 @@ STANDARDS: Mapping[str, str] = {
     "dpsgd": "hand-sgp",
     "decent-dp": "hand-osgp",
     "sgp-bf16": "ddp",
+    "hand-sgp-bf16": "ddp",
+    "hand-choco-sign": "ddp",
     "choco-sign": "ddp",
     "powergossip": "ddp",
     "wagma": "ddp",
-    "ar": "ddp",
 }
 """The method that each method is compared with; the other methods are compared with `local`."""
