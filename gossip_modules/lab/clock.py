@@ -160,6 +160,9 @@ class Network:
             processors free, as on a GPU. Where processors compute all the time, take 1.5e9 for a core of its own
             (benchmarks/results/clock_cells.csv), divided by the number of processes that share a core.
         seed: the seed of the choice of slow links.
+        lines: the number of the region of each group. The workers of a region share one line to all other regions, in
+            each direction; (): there are no such lines.
+        line_bit_s: the rate of these lines, of which `TCP_SHARE` carries data.
 
     Raises:
         ValueError: a number is out of range, or a text describes no link.
@@ -175,10 +178,15 @@ class Network:
     memory_byte_s: float = 9e9
     message_byte_s: float = math.inf
     seed: int = 0
+    lines: tuple[int, ...] = ()
+    line_bit_s: float = math.inf
 
     def __post_init__(self) -> None:
         check_share("slow_share", self.slow_share)
         check_numbers(self, {"slow_factor": 1, "memory_byte_s": 1})
+        check("line_bit_s", self.line_bit_s, self.line_bit_s > 0, "a positive number, or infinity")
+        is_fitting = len(self.lines) in (0, len(self.shares))
+        check("lines", self.lines, is_fitting, f"the number of the region of each of the {len(self.shares)} groups")
         check("message_byte_s", self.message_byte_s, self.message_byte_s >= 1, "a number of at least 1, or infinity")
         table, size = self.table(), len(self.shares)
         if {len(table), *map(len, table)} != {size} or min(self.shares) < 1:
@@ -239,12 +247,18 @@ class WorkerLinks:
         rates, latencies = np.moveaxis(np.array(network.table()), -1, 0)
         self._bit_seconds, self._latency = 1 / (rates * TCP_SHARE), latencies
         self._group = group
+        self._region = np.array(network.lines or [0] * len(network.shares))[group]
+        self._line_bit_seconds = 1 / (network.line_bit_s * TCP_SHARE)
         num_slow = math.ceil(network.slow_share * most)
         is_slow = _generator(network.seed, _LINKS, 0).permutation(most)[:num_slow]
         self.slowness = np.where(np.isin(workers, is_slow), network.slow_factor, 1.0)
         ring = np.arange(self.num_ranks), np.roll(np.arange(self.num_ranks), -1)
         self.latency_s = float(self._latency[group[ring[0]], group[ring[1]]].max())
-        self._slowest = float(self._bit_seconds[group[ring[0]], group[ring[1]]].max())
+        leaving = self._region[ring[0]][self._region[ring[0]] != self._region[ring[1]]]
+        crowd = max(np.bincount(leaving), default=0)  # neighbours on the ring that share a line
+        self._slowest = max(
+            float(self._bit_seconds[group[ring[0]], group[ring[1]]].max()), float(crowd * self._line_bit_seconds)
+        )
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Return the time of one pass over so many bytes of memory."""
@@ -274,8 +288,18 @@ class WorkerLinks:
         sent = np.where(rows.is_peer, (self.slowness * outgoing)[rows.peers], 0.0).max(axis=1, initial=0.0)
         latency = np.where(rows.is_peer, self._latency[pairs], 0.0).max(axis=1, initial=0.0)
         processor = self.processor_seconds(message.num_bytes) * rows.in_degrees
-        wire = np.maximum(sent, self.slowness * incoming)
+        wire = np.maximum(np.maximum(sent, self.slowness * incoming), self._line_seconds(rows, message.num_bytes))
         return np.maximum(wire, processor) + message.decode_seconds * rows.in_degrees + latency
+
+    def _line_seconds(self, rows: Rows, num_bytes: float) -> Array:
+        """The time for which the lines of regions carry the messages of a worker and all others: float64 [n]."""
+        own, other = self._region[:, None], self._region[rows.peers]
+        crosses = rows.is_peer & (own != other)
+        seconds = 8 * num_bytes * self._line_bit_seconds
+        num_regions = int(self._region.max()) + 1
+        incoming = np.bincount(self._region, crosses.sum(1), num_regions)
+        outgoing = np.bincount(other[crosses], minlength=num_regions)
+        return np.where(crosses, seconds * np.maximum(incoming[own], outgoing[other]), 0.0).max(axis=1, initial=0.0)
 
     def pair_seconds(self, ranks: Indices, peers: Indices, message: MessageCost) -> Array:
         """Return the time of one message from each of `peers` to each of `ranks`, with nothing else on their links."""
@@ -283,7 +307,9 @@ class WorkerLinks:
             np.maximum(self.slowness[ranks], self.slowness[peers]),
             (self._group[ranks], self._group[peers]),
         )
-        wire = 8 * message.num_bytes * self._bit_seconds[pairs] * slowness
+        crosses = self._region[ranks] != self._region[peers]
+        bit_seconds = np.maximum(self._bit_seconds[pairs], np.where(crosses, self._line_bit_seconds, 0.0))
+        wire = 8 * message.num_bytes * bit_seconds * slowness
         wire = np.maximum(wire, self.processor_seconds(message.num_bytes))
         return wire + self._latency[pairs] + message.decode_seconds
 

@@ -35,7 +35,7 @@ _serials = itertools.count()
 
 
 @dataclass(frozen=True)
-class Line:
+class RegionLine:
     """The line of a region, which its hosts share, to all other regions.
 
     Args:
@@ -73,7 +73,7 @@ class LinkRates:
     slow_share: float = 0.0
     congestion_control: str = CONGESTION_CONTROLS[0]
     num_regions: int = 1
-    line: Line | None = None
+    line: RegionLine | None = None
 
     def __post_init__(self) -> None:
         control = self.congestion_control

@@ -33,7 +33,7 @@ from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, method_of, optimizer_of, require_methods
 from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.line import region_of
-from benchmarks.cluster.network.links import EmulatedNetwork, Line, LinkRates
+from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates, RegionLine
 from benchmarks.cluster.network.namespaces import ClusterUnavailableError
 from benchmarks.cluster.network.place import Place, bytes_sent
 from benchmarks.cluster.processes import Fleet, TrialError, TrialProcesses
@@ -358,11 +358,11 @@ def test_links() -> None:
 def test_regions_are_runs_of_hosts_and_need_a_line() -> None:
     assert [region_of(host, 4, 2) for host in range(4)] == [0, 0, 1, 1]
     assert [region_of(host, 5, 2) for host in range(5)] == [0, 0, 0, 1, 1]
-    for num_regions, line in ((2, None), (1, Line(1e8, 0.02)), (0, None)):
+    for num_regions, line in ((2, None), (1, RegionLine(1e8, 0.02)), (0, None)):
         with pytest.raises(ValueError, match="expected a line for several"):
             LinkRates(1e9, num_regions=num_regions, line=line)
     with pytest.raises(ValueError, match="and a round trip of 0 to 10 s"):
-        Line(1e8, -0.1)
+        RegionLine(1e8, -0.1)
 
 
 # Trials that go wrong.
@@ -485,7 +485,7 @@ def test_the_line_between_regions_adds_its_round_trip_and_counts_its_bytes() -> 
     if not os.path.exists("/dev/net/tun"):
         pytest.skip("the kernel has no TAP devices")
     python = [sys.executable, "-S", "-c"]
-    with EmulatedNetwork(4, LinkRates(1e9, num_regions=2, line=Line(1e8, 0.06))) as network:
+    with EmulatedNetwork(4, LinkRates(1e9, num_regions=2, line=RegionLine(1e8, 0.06))) as network:
         servers = []
         for host in (1, 2):
             command = ["ip", "netns", "exec", network.hosts[host], *python, ECHO, network.address(host)]
@@ -511,7 +511,7 @@ def test_the_line_between_regions_adds_its_round_trip_and_counts_its_bytes() -> 
 HOLD = """
 import time
 from benchmarks.cluster.network.line import region_of
-from benchmarks.cluster.network.links import EmulatedNetwork, Line, LinkRates
+from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates, RegionLine
 network = EmulatedNetwork(2, LinkRates(1e8))
 print("built", flush=True)
 time.sleep(300)

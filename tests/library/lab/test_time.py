@@ -210,3 +210,46 @@ def test_an_all_reduce_and_an_exchange_take_the_measured_time() -> None:
     assert network.wire_seconds(44.7e6) == pytest.approx(0.374, rel=0.01)
     local = simulate("sgp", replace(CLUSTER, world_size=1), digits(), target=1e-9, max_steps=10)
     assert local.step_seconds == pytest.approx(0.160, rel=1e-9)
+
+
+# Lines that the workers of a region share.
+
+
+def lines(rate: float = 1e8) -> WorkerLinks:
+    """Four workers in two regions: 1 Gbit/s for each pair, and a line between the regions."""
+    one = LinkSpec(1e9, 0.0)
+    return Network([[one] * 4] * 4, (1,) * 4, lines=(0, 0, 1, 1), line_bit_s=rate, memory_byte_s=1e18).on(workers(4))
+
+
+@pytest.mark.parametrize(("shift", "crowd"), [(1, 1), (2, 2), (3, 1)])
+def test_messages_of_a_region_share_its_line(shift: int, crowd: int) -> None:
+    mixing = default_mixing(_Shift(4, shift), push_sum=True)
+    links, message = lines(), MessageCost(1e6)
+    seconds = links.exchange_seconds(StackedMixing(mixing).round(0), message)
+    crosses = [rank // 2 != (rank - shift) % 4 // 2 for rank in range(4)]  # the message that the rank waits for
+    slow, fast = crowd * 8e6 / (1e8 * 0.957), 8e6 / (1e9 * 0.957)
+    assert seconds.tolist() == pytest.approx([slow if crossing else fast for crossing in crosses])
+
+
+def test_a_ring_through_regions_crosses_each_line_once() -> None:
+    links = lines()
+    assert links.wire_seconds(1e6) == pytest.approx(8e6 / (1e8 * 0.957))
+    mixed = Network("1 Gbit/s", lines=(0,)).on(workers(4))
+    assert mixed.wire_seconds(1e6) == pytest.approx(8e6 / (1e9 * 0.957))
+    one = LinkSpec(1e9)
+    turns = Network([[one] * 4] * 4, (1,) * 4, lines=(0, 1, 0, 1), line_bit_s=1e8).on(workers(4))
+    assert turns.wire_seconds(1e6) == pytest.approx(2 * 8e6 / (1e8 * 0.957))
+
+
+def test_a_pair_between_regions_has_the_line_for_itself() -> None:
+    seconds = lines().pair_seconds(workers(4), workers(4)[::-1].copy(), MessageCost(1e6))
+    assert seconds.tolist() == pytest.approx([8e6 / (1e8 * 0.957)] * 4)
+
+
+class _Shift(gm.graph_manager.GraphManager):
+    def __init__(self, world_size: int, shift: int) -> None:
+        self.shift = shift
+        super().__init__(world_size)
+
+    def phone_book(self, rank: int) -> list[int]:
+        return [(rank + self.shift) % self.world_size]
