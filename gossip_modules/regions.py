@@ -18,7 +18,7 @@ _EXPECTED = "expected regions of ranks, each rank from 0 on once, such as '0-3,4
 
 @dataclass(frozen=True)
 class Regions:
-    """The ranks of each region.
+    """Groups of ranks.
 
     Args:
         members: the ranks of each region; each rank from 0 to n - 1 is in one region.
@@ -69,7 +69,11 @@ class Regions:
         return next(number for number, region in enumerate(self.members) if rank in region)
 
     def separate(self, u: int, v: int) -> bool:
-        """Return whether two ranks are in different regions."""
+        """Return whether two ranks, u and v, are in different regions.
+
+        Args:
+            u, v: the ranks.
+        """
         return self.of_rank(u) != self.of_rank(v)
 
     @property
@@ -86,6 +90,16 @@ class Regions:
                 "processes in this order, or train with a graph of your own"
             )
         return size
+
+    def arguments(self) -> dict[str, int]:
+        """Return the arguments of `GossipDataParallel` that make each region one worker.
+
+        Its processes average gradients in every step, and the algorithm runs between regions.
+
+        Raises:
+            ValueError: see `size`.
+        """
+        return {"nprocs_per_node": self.size}
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh of all ranks with the dimensions "between" and "inside" regions; collective.

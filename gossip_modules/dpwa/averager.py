@@ -46,6 +46,17 @@ class PairwiseWorker(AveragingMixin):
         """See `AveragingMixin`."""
         return self._engine.config.name
 
+    def declare_regions(self, regions: object) -> None:
+        """Not for peers with names.
+
+        Args:
+            regions: anything.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"got regions {regions} of ranks, expected none: peers of dpwa have names; add up by name")
+
     def comm_stats(self) -> dict[str, float]:
         """The communication of this worker so far; local and cheap.
 

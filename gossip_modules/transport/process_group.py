@@ -22,6 +22,7 @@ from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
 from .failure_notes import GONE, MAYBE_BEHIND, MAYBE_CLOSED, SILENT, FailureNotes, describe
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
 from .stores import BoundedStore, Records, store_of
+from .traffic import down_tree, on_ring
 from .uncaught_errors import leave_at_error, stay
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -123,6 +124,7 @@ class ProcessGroupTransport(PointToPoint):
     def forget_bytes(self) -> None:
         """Count the sent bytes from zero."""
         self.num_round_bytes = self._num_collective_bytes = 0
+        self.traffic.forget_collectives()
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupTransport:
         """Another user of the same connection, see [Note: channels]; closed, and without a channel, if this one is."""
@@ -210,7 +212,7 @@ class ProcessGroupTransport(PointToPoint):
             return None
 
         self._collective(post, dist.AllreduceOptions(), what, x.nbytes)
-        self._num_collective_bytes += 2 * (self.world_size - 1) * x.nbytes // self.world_size
+        self.count_on_ring(2 * (self.world_size - 1) * x.nbytes // self.world_size)
         Staging.copy_back([(x, message)])
 
     def _sum(self, x: Tensor, timeout: timedelta) -> None:
@@ -251,7 +253,8 @@ class ProcessGroupTransport(PointToPoint):
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._collective(lambda options: self.group.broadcast([message], options), options, what, x.nbytes)
-        self._num_collective_bytes += x.nbytes * (self.rank == source)
+        to = down_tree(self.rank, self.world_size, x.nbytes, source=source)
+        self._count(x.nbytes * (self.rank == source), to)  # once for all ranks, whose tree sends it n - 1 times
         Staging.copy_back([(x, message)])
 
     def all_to_all(self, out: Tensor, x: Tensor, *, what: str) -> None:
@@ -261,7 +264,9 @@ class ProcessGroupTransport(PointToPoint):
         self._collective(
             lambda options: self.group.alltoall_base(received, message, [], [], options), options, what, x.nbytes
         )
-        self._num_collective_bytes += (self.world_size - 1) * x.nbytes // self.world_size
+        part = x.nbytes // self.world_size
+        to = {peer: part for peer in range(self.world_size) if peer != self.rank}
+        self._count((self.world_size - 1) * part, to)
         Staging.copy_back([(out, received)])
 
     def all_gather(self, out: Tensor, x: Tensor, *, what: str) -> None:
@@ -270,7 +275,7 @@ class ProcessGroupTransport(PointToPoint):
         chunks = list(gathered.view(self.world_size, -1).unbind())
         options = dist.distributed_c10d.AllgatherOptions()
         self._collective(lambda options: self.group.allgather([chunks], [message], options), options, what, x.nbytes)
-        self._num_collective_bytes += (self.world_size - 1) * x.nbytes
+        self.count_on_ring((self.world_size - 1) * x.nbytes)
         Staging.copy_back([(out, gathered)])
 
     def barrier(self, *, what: str) -> None:
@@ -279,6 +284,19 @@ class ProcessGroupTransport(PointToPoint):
             self._wait_for_all(what, self._limit(), 0)
         else:
             self._collective(self.group.barrier, dist.BarrierOptions(), what, 0)
+
+    def count_on_ring(self, num_bytes: int) -> None:
+        """Count a collective along a ring; for collectives of torch over this group too.
+
+        Args:
+            num_bytes: the bytes that this rank sends.
+        """
+        self._count(num_bytes, on_ring(self.rank, self.world_size, num_bytes))
+
+    def _count(self, num_bytes: int, to: Mapping[int, int]) -> None:
+        """Count the bytes of a collective; to: the bytes that this rank sends, by the rank that gets them."""
+        self._num_collective_bytes += num_bytes
+        self.traffic.sent_together(to)
 
     def _on_wire(self, x: Tensor, *, fill: bool = True) -> Tensor:
         """Return x itself, or a buffer on the device of messages; `fill`: with the values of x."""

@@ -162,6 +162,7 @@ class AllReduceDataParallel(OldModuleNames, DistributedDataParallel, AveragingMi
         self._transport.thread = threading.get_ident()  # if it raises, the other ranks get to know at once
         output = super().forward(*args, **kwargs)
         self._num_steps += is_step
+        self._transport.count_on_ring(self._bytes_per_step * is_step)
         return output
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -187,10 +188,6 @@ class AllReduceDataParallel(OldModuleNames, DistributedDataParallel, AveragingMi
 
     def _round_stats(self) -> dict[str, float]:
         return EngineStats(wait_seconds=float("nan"), num_rounds=self._num_steps).summary()
-
-    @property
-    def _bytes_sent(self) -> int:
-        return self._num_steps * self._bytes_per_step + self._transport.num_bytes_sent
 
 
 @AllReduceDataParallel.register

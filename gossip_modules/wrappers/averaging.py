@@ -19,6 +19,7 @@ from ..flat.sharded import gathered, local_of
 from ..flat.vector import FlatVector
 from ..loop.copies import WeightCopies
 from ..loop.masters import declared_pairs
+from ..regions import Regions
 from ..rounds.mixer import GlobalAverage
 from ..state import Restart, State
 from ..transport.agreement import check_agreement
@@ -120,6 +121,7 @@ class AveragingMixin(ABC):
     _local: AveragedModel
     _last_consensus_distance: float = float("nan")
     _has_warned_of_frozen = False
+    _regions: Regions | None = None  # as declared
 
     @abstractmethod
     def flush(self) -> None:
@@ -412,9 +414,40 @@ class AveragingMixin(ABC):
             gossip thread with overlap; with AD-PSGD and dpwa the seconds of an exchange; none on NCCL), and
             staleness/<peer> (mean lateness of its messages in forwards). With a membership they are of the present
             generation; in a node its first process has them. An entry appears with its first round.
+
+            After `declare_regions()`, bytes_sent_, bytes_received_ and wait_seconds_ with inside_region and
+            between_regions: messages of rounds, and what this rank sends in collectives, which have no waits of single
+            peers. A collective goes along a ring in the order of ranks, a broadcast down a tree.
         """
         rounds, distance = self._round_stats(), self._last_consensus_distance
-        return {"bytes_sent": self._bytes_sent, **rounds, "consensus_distance": distance}
+        return {"bytes_sent": self._bytes_sent, **rounds, "consensus_distance": distance, **self._region_stats()}
+
+    def declare_regions(self, regions: str | Regions) -> None:
+        """Let `comm_stats()` count by region.
+
+        Local: nothing is sent. The counters have counted from the beginning, but for the first broadcast of the model.
+
+        Args:
+            regions: the global ranks of each region, such as "0-3,4-7", or `Regions`.
+
+        Raises:
+            ValueError: the regions leave out ranks of this wrapper, or its workers come and go.
+        """
+        if self._local.world.changes:
+            raise ValueError("got regions of ranks with a membership, expected none: its workers come and go")
+        found, transport = Regions.of(regions), self._local.averager.transport
+        if missing := sorted({*map(int, transport.names)} - {*range(found.num_ranks)}):
+            raise ValueError(f"got regions {found}, expected also the ranks {missing}; name the global ranks")
+        self._regions = found
+
+    def _region_stats(self) -> dict[str, float]:
+        """The bytes and waits inside the region and between regions, if regions were declared."""
+        regions = self._regions
+        if regions is None:
+            return {}
+        transport = self._local.averager.transport
+        own, names = int(transport.names[transport.rank]), transport.names
+        return transport.traffic.by_region(lambda peer: regions.separate(own, int(names[peer])))
 
     @abstractmethod
     def _round_stats(self) -> dict[str, float]:

@@ -99,6 +99,7 @@ class GossipModule(nn.Module):
     follow = _forwarded("follow")
     consensus_distance = _forwarded("consensus_distance")
     comm_stats = _forwarded("comm_stats")
+    declare_regions = _forwarded("declare_regions")
     count_tokens = _forwarded("count_tokens")
 
     @property

@@ -15,15 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gossip_modules import GossipDataParallel, RingGraph, Schedule
+from gossip_modules import GossipDataParallel, LocalSGD, PairwiseDataParallel, RingGraph, Schedule
 from gossip_modules.extend import PushPull
 from gossip_modules.graph_manager import CompleteGraph, NetworkXGraph
 from gossip_modules.mixing_manager import MatrixMixing, MetropolisHastingsMixing, UniformMixing
+from gossip_modules.regions import Regions
+from gossip_modules.transport.traffic import down_tree
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.problems import fill_, loss_of, mlp, net, numerator, sgd, train_step
 from tests.harness.ranks import assert_no_gossip_threads, run_ranks, solo_group
 from tests.harness.reference import flatten
 from tests.library.wrappers.wrapping import MODES, irregular, wrap
+
+PLACES = (NEAR, FAR) = ("inside_region", "between_regions")
 
 # The average.
 
@@ -207,6 +211,73 @@ def test_comm_stats_tell_the_cost_of_each_peer(options: dict[str, Any]) -> None:
             assert 0 < stats[f"wait_median/{peer}"] < 60
             assert stats[f"wait_mad/{peer}"] >= 0
         assert {name.partition("/")[2] for name in stats if "/" in name} == {str(j) for j in {*in_peers, *out_peers}}
+
+
+@pytest.mark.parametrize(
+    "options", [{"graph": RingGraph}, {"algorithm": LocalSGD(sync_every=2)}, {"overlap": True}], ids=str
+)
+def test_bytes_and_waits_inside_and_between_regions(options: dict[str, Any]) -> None:
+    regions = Regions.of("0-1,2-3")
+
+    def body(group: dist.ProcessGroup) -> dict[str, float]:
+        wrapper = wrap(mlp(group.rank()), group, **options)
+        assert not [name for name in wrapper.comm_stats() if "region" in name]
+        wrapper.declare_regions("0-1,2-3")
+        before = wrapper.comm_stats()
+        for step in range(4):
+            loss_of(wrapper, group.rank(), step)
+        wrapper.flush()
+        after = wrapper.comm_stats()
+        wrapper.close()
+        # What a rank sends is inside or between; the tree of the first broadcast is another sum, see `broadcast`.
+        sent = [after[f"bytes_sent_{place}"] - before[f"bytes_sent_{place}"] for place in PLACES]
+        assert sum(sent) == after["bytes_sent"] - before["bytes_sent"] > 0
+        return after
+
+    results = run_ranks(4, body)
+    for place in PLACES:
+        # A message arrives where it was counted as sent; collectives have a sender's count only.
+        by_peer = [
+            [
+                sum(
+                    stats.get(f"{way}/{peer}", 0) for peer in range(4) if regions.separate(rank, peer) is (place == FAR)
+                )
+                for rank, stats in enumerate(results)
+            ]
+            for way in ("bytes_sent", "bytes_received")
+        ]
+        assert by_peer[1] == [stats[f"bytes_received_{place}"] for stats in results]
+        assert sum(by_peer[0]) == sum(by_peer[1])
+    waits = [stats["wait_seconds_inside_region"] + stats["wait_seconds_between_regions"] for stats in results]
+    has_rounds = "algorithm" not in options
+    assert all((seconds > 0) is has_rounds for seconds in waits)
+
+
+def test_a_ring_crosses_each_border_once_and_a_tree_as_its_branches() -> None:
+    def body(group: dist.ProcessGroup) -> list[float]:
+        wrapper = wrap(mlp(), group, algorithm=LocalSGD(sync_every=2))
+        wrapper.declare_regions(Regions.of([[0, 1], [2, 3]]))
+        start = wrapper.comm_stats()
+        wrapper.average_()
+        end = wrapper.comm_stats()
+        wrapper.close()
+        return [end[f"bytes_sent_{place}"] - start[f"bytes_sent_{place}"] for place in PLACES]
+
+    inside, between = zip(*run_ranks(4, body), strict=True)
+    assert inside[0] == between[1] == 0  # Gloo's ring goes down: 0 sends to 3, and 1 to 0
+    assert between[0] == between[2] == inside[1] == inside[3] > 0
+    assert [down_tree(rank, 4, 5, source=1) for rank in range(4)] == [{}, {2: 5, 3: 5}, {0: 5}, {}]
+
+
+def test_wrong_regions_are_refused() -> None:
+    wrapper = wrap(mlp(), solo_group())
+    with pytest.raises(ValueError, match="expected regions of ranks, each rank from 0 on once"):
+        wrapper.declare_regions("1-2")
+    wrapper.close()
+    served = PairwiseDataParallel(mlp(), name="a", peers={"a": "tcp://127.0.0.1:*"})
+    with pytest.raises(ValueError, match="peers of dpwa have names"):
+        served.declare_regions("0")
+    served.close()
 
 
 @pytest.mark.parametrize("options", MODES[:2])
