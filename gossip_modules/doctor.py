@@ -9,6 +9,9 @@
 training step of it: forward, backward and optimizer step, without communication. With --parameters, --compute gives
 the seconds of a step; without --compute a stand-in of linear layers is timed, on a batch of 32.
 
+Hosts are grouped into regions by their round trips, or as --regions 0-3,4-7 says. With several regions, the doctor also
+measures the line between them, and predicts gradients averaged inside a region with a method between regions.
+
 Ranks measure round trip and bandwidth in pairs, the speed of their memory, and the step, all at once as in training.
 Then rank 0 plans with these numbers as `python -m gossip_modules.lab` does: small models on drawn digits take the steps
 to the target, and seconds and bytes are of your model on your links.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import math
 import os
@@ -27,8 +31,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -41,10 +46,12 @@ from .graph_manager.matchings import Edge, decompose
 from .lab.__main__ import CommandParser, whole
 from .lab.clock import TCP_SHARE, Compute, LinkSpec, Network
 from .lab.comparison import show
+from .lab.levels import SAME, LevelPrediction, advise_levels, as_level_table, predict_levels
 from .lab.plan import LabPlan, Setting
 from .lab.planner import Advice, Prediction, advise, as_table, simulate
 from .lab.tasks import Digits
-from .matcha.link_times import measure_link_times, seconds_of_links
+from .matcha.link_times import measure_link_times, median_exchange, seconds_of_links
+from .regions import FoundRegions, Regions, find_regions
 from .registry import METHODS
 from .transport.agreement import rows_of_all
 from .transport.base import Transport
@@ -56,11 +63,14 @@ _CPU = torch.device("cpu")
 _MAX_COMPLETE = 8  # ranks; of more, each one measures the links to ranks at distances 1, 2, 4, ...
 _NUM_PINGS, _NUM_EXCHANGES = 10, 3
 _PROBE_BYTES, _MAX_BYTES = 1 << 16, 1 << 24
-_EXCHANGE_SECONDS = 0.1  # that one exchange of the measured size should take
+_EXCHANGE_SECONDS = 0.1  # that one exchange of the measured size should take, at least
+_NUM_ROUND_TRIPS = 10  # that it should take, until TCP has found the rate of the link
+_LARGER, _SHARED_SHARE = 8, 0.75  # the next size; the share of their rates that pairs on one line have together
 _COPY_BYTES, _NUM_COPIES = 1 << 26, 5
 _NUM_WARM, _MIN_STEPS, _STEPS_SECONDS = 2, 5, 5.0
 _QUANTILES = 9  # of the durations of the steps of a rank
 _NAME_BYTES = 64
+_PLACES = ("inside hosts", "between hosts", "between regions")
 _HEAD_START = 5.0  # seconds for rank 0 to print, which may import more slowly
 _FIRST = ("ar", "osgp", "localsgd", "sgp", "powergossip", "adpsgd")
 """The methods that are predicted first, since time may end: those that `advise` prefers, and those of the README."""
@@ -84,6 +94,24 @@ class Workload(NamedTuple):
     name: str
 
 
+class Border(NamedTuple):
+    """The links between two regions, in bits of payload per second and direction.
+
+    alone: the rate of one pair of ranks while no other pair sends.
+    together: the sum of the rates of `num_pairs` pairs that send at once.
+    num_pairs: as many pairs as the smaller region has ranks.
+    """
+
+    alone: float
+    together: float
+    num_pairs: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether pairs hinder each other, as on one line between two sites."""
+        return self.together < _SHARED_SHARE * self.num_pairs * self.alone
+
+
 @dataclass(frozen=True)
 class Measurements:
     """The measurements of all ranks, equal on every rank.
@@ -94,6 +122,8 @@ class Measurements:
         rates: bits of payload per second in each direction, while both directions are busy, by pair of ranks.
         steps: quantiles of the seconds of a training step of each rank, ascending.
         memory_byte_s: bytes that the slowest rank reads or writes per second while all ranks copy.
+        declared: the regions of the user; None: they are found from round trips.
+        borders: the links between two regions, by their numbers, ascending.
     """
 
     hosts: tuple[str, ...]
@@ -101,14 +131,31 @@ class Measurements:
     rates: Mapping[Edge, float]
     steps: tuple[tuple[float, ...], ...]
     memory_byte_s: float
+    declared: Regions | None = None
+    borders: Mapping[Edge, Border] = field(default_factory=dict)
+
+    @cached_property
+    def found(self) -> FoundRegions:
+        """The regions, and the round trips that separate them."""
+        if self.declared is None:
+            return find_regions(self.round_trips, self.hosts)
+        trips: tuple[list[float], list[float]] = [], []
+        for pair, seconds in self.round_trips.items():
+            trips[self.declared.separate(*pair)].append(seconds)
+        return FoundRegions(self.declared, max(trips[0], default=None), min(trips[1], default=None))
+
+    @property
+    def regions(self) -> Regions:
+        """The regions that were declared, or found."""
+        return self.found.regions
 
     @property
     def places(self) -> Mapping[str, list[Edge]]:
-        """The measured pairs inside hosts, and between hosts; without empty entries."""
+        """The measured pairs inside hosts, between hosts, and between regions; without empty entries."""
         found: dict[str, list[Edge]] = {}
         for pair in self.rates:
             found.setdefault(self._place(*pair), []).append(pair)
-        return dict(sorted(found.items(), reverse=True))
+        return {place: found[place] for place in _PLACES if place in found}
 
     def compute(self) -> Compute:
         """The steps of all ranks, from which steps are drawn at random."""
@@ -121,13 +168,20 @@ class Measurements:
 
         def link(u: int, v: int) -> LinkSpec:
             pair = min(u, v), max(u, v)
-            return self._link([pair]) if pair in self.rates else medians.get(self._place(u, v), every)
+            spec = self._link([pair]) if pair in self.rates else medians.get(self._place(u, v), every)
+            border = self.borders.get((min(regions[u], regions[v]), max(regions[u], regions[v])))
+            return spec if border is None else spec._replace(rate_bit_s=border.alone / TCP_SHARE)
 
-        ranks = range(len(self.hosts))
+        ranks, regions = range(len(self.hosts)), [self.regions.of_rank(rank) for rank in range(len(self.hosts))]
         rows = [[link(u, v) for v in ranks] for u in ranks]
-        return Network(rows, (1,) * len(ranks), memory_byte_s=self.memory_byte_s)
+        line = min((border.together for border in self.borders.values() if border.is_shared), default=math.inf)
+        lines = tuple(regions) if self.borders else ()
+        shares = (1,) * len(ranks)
+        return Network(rows, shares, memory_byte_s=self.memory_byte_s, lines=lines, line_bit_s=line / TCP_SHARE)
 
     def _place(self, u: int, v: int) -> str:
+        if self.regions.separate(u, v):
+            return "between regions"
         return "inside hosts" if self.hosts[u] == self.hosts[v] else "between hosts"
 
     def _link(self, pairs: Sequence[Edge]) -> LinkSpec:
@@ -138,19 +192,24 @@ class Measurements:
 # Measurements.
 
 
-def measure(transport: ProcessGroupTransport, work: Workload, *, host: str) -> Measurements:
+def measure(
+    transport: ProcessGroupTransport, work: Workload, *, host: str, declared: Regions | None = None
+) -> Measurements:
     """Measure; collective.
 
     Args:
         transport: over all ranks.
         work: the model of this rank.
         host: a name that the ranks of one host have in common.
+        declared: the regions of the user, equal on all ranks; None: they are found.
 
     Raises:
-        ValueError: models of ranks have different sizes.
+        ValueError: the regions are of another number of ranks, or models of ranks have different sizes.
         TimeoutError, ConnectionError: a rank is late or gone; the error names it.
     """
     n = transport.world_size
+    if declared is not None and declared.num_ranks != n:
+        raise ValueError(f"got --regions {declared} of {declared.num_ranks} ranks, expected the {n} ranks of this job")
     padded = host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     names = rows_of_all(transport, torch.frombuffer(bytearray(padded), dtype=torch.uint8), what="hosts")
     hosts = tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in names)
@@ -161,17 +220,20 @@ def measure(transport: ProcessGroupTransport, work: Workload, *, host: str) -> M
             f"got a model of {sizes[0]} bytes on rank 0 and of {sizes[others[0]]} on rank {others[0]}, expected one "
             "model on all ranks; make it without regard to the rank"
         )
-    round_trips, rates = _measure_links(transport, work) if n > 1 else ({}, {})
+    round_trips, rates, probe_bytes = _measure_links(transport, work) if n > 1 else ({}, {}, 0)
+    regions = Measurements(hosts, round_trips, rates, (), 0.0, declared).regions
+    borders = _measure_borders(transport, work, regions, probe_bytes) if len(regions.members) > 1 else {}
     transport.barrier(what="start of the measurement of memory")
     speed = torch.tensor([_memory_byte_s(work)], dtype=torch.float64, device="cpu")
     memory = float(rows_of_all(transport, speed, what="speeds of memory").min())
     transport.barrier(what="start of the measured steps")
     own = torch.tensor(_step_quantiles(work), dtype=torch.float64, device="cpu")
     steps = tuple(map(tuple, rows_of_all(transport, own, what="seconds of steps").tolist()))
-    return Measurements(hosts, round_trips, rates, steps, memory)
+    return Measurements(hosts, round_trips, rates, steps, memory, declared, borders)
 
 
-def _measure_links(transport: Transport, work: Workload) -> tuple[dict[Edge, float], dict[Edge, float]]:
+def _measure_links(transport: Transport, work: Workload) -> tuple[dict[Edge, float], dict[Edge, float], int]:
+    """Round trips, rates, and the bytes of the exchanges that gave the rates."""
     n = transport.world_size
     offsets = range(1, n) if n <= _MAX_COMPLETE else [1 << k for k in range(n.bit_length() - 1)]
     graph = nx.circulant_graph(n, offsets)
@@ -182,14 +244,32 @@ def _measure_links(transport: Transport, work: Workload) -> tuple[dict[Edge, flo
         return statistics.median(seconds[1:])
 
     round_trips = seconds_of_links(transport, decompose(graph), round_trip, what="the measurement of round trips")
-    device, repeats = work.device, _NUM_EXCHANGES
-    probes = measure_link_times(graph, transport, num_bytes=_PROBE_BYTES, num_repeats=repeats, device=device)
-    # Equal on all ranks, as the results are.
-    bytes_per_second = _PROBE_BYTES / max(probes.values())
-    size = int(min(max(_EXCHANGE_SECONDS * bytes_per_second, _PROBE_BYTES), _MAX_BYTES))
-    seconds = measure_link_times(graph, transport, num_bytes=size, num_repeats=repeats, device=device)
+    size, seconds = _PROBE_BYTES // _LARGER, dict.fromkeys(round_trips, 0.0)
+
+    def is_short() -> bool:
+        return any(seconds[pair] < max(_EXCHANGE_SECONDS, _NUM_ROUND_TRIPS * round_trips[pair]) for pair in seconds)
+
+    # Equal on all ranks, as the results are. A size that is too small for the fastest link may be long on the slowest.
+    while is_short() and size < _MAX_BYTES and max(seconds.values()) < _LARGER * _EXCHANGE_SECONDS:
+        size *= _LARGER
+        seconds = measure_link_times(graph, transport, num_bytes=size, num_repeats=_NUM_EXCHANGES, device=work.device)
     rates = {pair: 8 * size / max(seconds[pair] - round_trips[pair] / 2, seconds[pair] / 2) for pair in seconds}
-    return round_trips, rates
+    return round_trips, rates, size
+
+
+def _measure_borders(transport: Transport, work: Workload, regions: Regions, size: int) -> dict[Edge, Border]:
+    """Exchange `size` bytes between one pair of ranks of two regions, and between several at once."""
+    borders = {}
+    exchange = median_exchange(transport, num_bytes=size, num_repeats=_NUM_EXCHANGES, device=work.device)
+    for (i, a), (j, b) in itertools.combinations(enumerate(regions.members), 2):
+        pairs = [(min(pair), max(pair)) for pair in zip(a, b)]
+
+        def rate(matching: Sequence[Edge]) -> float:
+            seconds = seconds_of_links(transport, [tuple(sorted(matching))], exchange, what="the line between regions")
+            return sum(8 * size / own for own in seconds.values())
+
+        borders[i, j] = Border(rate(pairs[:1]), rate(pairs), len(pairs))
+    return borders
 
 
 def _ping_seconds(transport: Transport, peer: int, buffer: Tensor, *, tag: int) -> float:
@@ -262,6 +342,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"got --parameters {parameters}, expected at least 1")
     for text in options.methods or ():
         LabPlan.of(text)
+    if options.regions is not None:
+        Regions.of(options.regions)
 
 
 def workload(model: str | None, parameters: int | None, compute: float | None) -> Workload:
@@ -324,11 +406,15 @@ def _stand_in(parameters: int) -> Workload:
 
 
 class Forecast(NamedTuple):
-    """What each method would cost, and which one to choose; the methods that were left out, and why."""
+    """What each method would cost, and which one to choose; the methods that were left out, and why.
+
+    levels: with several regions, the predictions of methods of one level and of two.
+    """
 
     predictions: Sequence[Prediction] = ()
     advice: Advice | None = None
     left_out: Sequence[str] = ()
+    levels: Sequence[LevelPrediction] = ()
 
 
 def plan(measured: Measurements, work: Workload, methods: Sequence[str], *, seconds: float) -> Forecast:
@@ -355,8 +441,20 @@ def plan(measured: Measurements, work: Workload, methods: Sequence[str], *, seco
             left_out.append(f"{text}: {error}")
     if late:
         left_out.append(f"{', '.join(late)}: no time was left; --seconds gives more")
+    levels: list[LevelPrediction] = []
+    if len(measured.regions.members) > 1 and predictions:
+        try:
+            above = predict_levels(setting, measured.regions, show=show)
+            levels = [*(LevelPrediction(SAME, prediction) for prediction in predictions), *above]
+        except ValueError as error:
+            left_out.append(f"two levels: {error}")
     show("")
-    return Forecast(predictions, advise(predictions, setting) if predictions else None, left_out)
+    if not predictions:
+        return Forecast(left_out=left_out)
+    if not levels:
+        return Forecast(predictions, advise(predictions, setting), left_out)
+    chosen, sentences = advise_levels(levels)
+    return Forecast(predictions, Advice(chosen and chosen.prediction, sentences), left_out, levels)
 
 
 def as_text(measured: Measurements, work: Workload, found: Forecast) -> str:
@@ -370,7 +468,8 @@ def as_text(measured: Measurements, work: Workload, found: Forecast) -> str:
         rate = statistics.median(measured.rates[pair] for pair in pairs) / 1e9
         slowest = min(pairs, key=lambda pair: measured.rates[pair])
         end = f"{measured.rates[slowest] / 1e9:.3g} Gbit/s, ranks {slowest[0]} and {slowest[1]}"
-        lines.append(f"{place:<14} {len(pairs):>5} {trip:>15.3g} {rate:>8.3g}   {end}")
+        lines.append(f"{place:<15} {len(pairs):>4} {trip:>15.3g} {rate:>8.3g}   {end}")
+    lines += ["", *_region_lines(measured)] if n > 1 else []
     medians = [statistics.median(steps) for steps in measured.steps]
     longest = max(range(n), key=medians.__getitem__)
     lines += [
@@ -383,7 +482,8 @@ def as_text(measured: Measurements, work: Workload, found: Forecast) -> str:
     if n == 1:
         alone = "One process has no links to measure, and nothing to plan. Start several processes with torchrun."
         return "\n".join([lines[0], *lines[-3:], alone])
-    lines += [as_table(found.predictions), ""] if found.predictions else []
+    table = as_level_table(found.levels) if found.levels else as_table(found.predictions)
+    lines += [table, ""] if found.predictions else []
     lines += [] if found.advice is None else [*found.advice.sentences]
     lines += [
         "Small models on drawn digits have taken these steps, which compare methods and do not predict your training. "
@@ -391,6 +491,26 @@ def as_text(measured: Measurements, work: Workload, found: Forecast) -> str:
         *(f"Left out: {text}" for text in found.left_out),
     ]
     return "\n".join(lines)
+
+
+def _region_lines(measured: Measurements) -> list[str]:
+    """The regions, the round trips that separate them, and the lines between them."""
+    found, members = measured.found, measured.regions.members
+    if len(members) == 1:
+        return ["one region: no gap in the round trips of hosts; --regions declares others"] * (found.between is None)
+    trips = f"; round trips of {1e3 * found.between:.3g} ms and more between them" if found.between else ""
+    trips += f", of {1e3 * found.inside:.3g} ms at most inside" if found.inside else ""
+    how = "found, --regions declares others" if measured.declared is None else "declared"
+    lines = [f"regions ({how}): ranks {str(found.regions).replace(',', ' | ')}{trips}"]
+    for (i, j), border in measured.borders.items():
+        alone, together = border.alone / 1e9, border.together / 1e9
+        if border.num_pairs > 1:
+            shared = "they share a line" if border.is_shared else "they do not hinder each other"
+            end = f"{border.num_pairs} pairs at once {together:.3g} in all: {shared}"
+        else:
+            end = "the only pair"
+        lines.append(f"regions {i} and {j}: one pair alone has {alone:.3g} Gbit/s, {end}")
+    return lines
 
 
 def as_json(measured: Measurements, work: Workload, found: Forecast) -> str:
@@ -413,6 +533,21 @@ def as_json(measured: Measurements, work: Workload, found: Forecast) -> str:
         for prediction in found.predictions
     ]
     advice = found.advice or Advice(None, ())
+    levels = [
+        {
+            "inside": level.inside,
+            "between": level.prediction.plan.text,
+            "graph": str(level.prediction.plan.graph),
+            "steps": level.prediction.num_steps,
+            "step_s": level.prediction.step_seconds,
+            "seconds_to_target": level.prediction.seconds if level.prediction.has_reached else None,
+            "bytes_between": None if math.isnan(level.line_bytes) else level.line_bytes,
+            "agrees": level.prediction.has_agreed,
+            "is_chosen": level.prediction is advice.best,
+        }
+        for level in found.levels
+    ]
+    borders = [{"regions": list(pair), **border._asdict()} for pair, border in measured.borders.items()]
     return json.dumps(
         {
             "world_size": len(measured.hosts),
@@ -423,7 +558,12 @@ def as_json(measured: Measurements, work: Workload, found: Forecast) -> str:
             "links": pairs,
             "step_s": measured.steps,
             "memory_byte_s": measured.memory_byte_s,
+            "regions": measured.regions.members,
+            "round_trip_inside_s": measured.found.inside,
+            "round_trip_between_s": measured.found.between,
+            "borders": borders,
             "methods": methods,
+            "levels": levels,
             "best": None if advice.best is None else advice.best.plan.label,
             "advice": advice.sentences,
             "left_out": found.left_out,
@@ -444,6 +584,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--compute", type=float, metavar="SECONDS", help="the duration of a training step, in place of the measured one"
     )
+    add("--regions", metavar="RANKS", help="ranks of each region, as 0-3,4-7 (default: found from round trips)")
     add("--methods", nargs="+", metavar="METHOD", help=f"methods to compare, of {', '.join(METHODS)} (default: all)")
     add("--seconds", type=float, default=25.0, help="the time in which predictions may begin (default 25)")
     add("--comm-device", metavar="DEVICE", help="cpu: send from host memory, as comm_device='cpu' of a wrapper does")
@@ -466,7 +607,8 @@ def _run(options: argparse.Namespace, timeout: timedelta) -> str:
         work = workload(*given)
         transport = connect(module_device=work.device, comm_device=options.comm_device, timeout=timeout)
         try:
-            measured = measure(transport, work, host=host)
+            declared = None if options.regions is None else Regions.of(options.regions)
+            measured = measure(transport, work, host=host, declared=declared)
         finally:
             transport.close()
     finally:

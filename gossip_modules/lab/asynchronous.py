@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -33,6 +34,7 @@ class OwnPace(StepClock):
 
     def __init__(self, compute: Compute, links: WorkerLinks, message: MessageCost) -> None:
         super().__init__(compute, links, message)
+        self.line_bytes = math.nan  # not counted
         self.num_ranks, self.arrived = links.num_ranks, self.starts.copy()
         self.published = torch.empty(0, device="cpu")
 

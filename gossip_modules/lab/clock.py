@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -255,6 +255,7 @@ class WorkerLinks:
         ring = np.arange(self.num_ranks), np.roll(np.arange(self.num_ranks), -1)
         self.latency_s = float(self._latency[group[ring[0]], group[ring[1]]].max())
         leaving = self._region[ring[0]][self._region[ring[0]] != self._region[ring[1]]]
+        self.num_crossing_ring = len(leaving)
         crowd = max(np.bincount(leaving), default=0)  # neighbours on the ring that share a line
         self._slowest = max(
             float(self._bit_seconds[group[ring[0]], group[ring[1]]].max()), float(crowd * self._line_bit_seconds)
@@ -291,10 +292,25 @@ class WorkerLinks:
         wire = np.maximum(np.maximum(sent, self.slowness * incoming), self._line_seconds(rows, message.num_bytes))
         return np.maximum(wire, processor) + message.decode_seconds * rows.in_degrees + latency
 
+    def part(self, workers: Sequence[int]) -> Network:
+        """Return the network of some workers of one region; their links have the rates of whole, not of slow, ones."""
+        rows = [[self.spec(u, v) for v in workers] for u in workers]
+        return replace(self.network, link=rows, shares=(1,) * len(rows), lines=(), line_bit_s=math.inf, slow_share=0.0)
+
+    def spec(self, u: int, v: int) -> LinkSpec:
+        """Return the link between two workers."""
+        return self.network.table()[self._group[u]][self._group[v]]
+
+    def num_crossing(self, rows: Rows) -> int:
+        """Return the number of messages of a round to other regions."""
+        return int(self._crosses(rows).sum())
+
+    def _crosses(self, rows: Rows) -> Flags:
+        return rows.is_peer & (self._region[:, None] != self._region[rows.peers])
+
     def _line_seconds(self, rows: Rows, num_bytes: float) -> Array:
         """The time for which the lines of regions carry the messages of a worker and all others: float64 [n]."""
-        own, other = self._region[:, None], self._region[rows.peers]
-        crosses = rows.is_peer & (own != other)
+        own, other, crosses = self._region[:, None], self._region[rows.peers], self._crosses(rows)
         seconds = 8 * num_bytes * self._line_bit_seconds
         num_regions = int(self._region.max()) + 1
         incoming = np.bincount(self._region, crosses.sum(1), num_regions)
@@ -356,6 +372,7 @@ class StepClock:
         starts: the time at which each worker has started its present step: float64 [n], in seconds.
         waited_seconds: the time for which each worker has waited so far: float64 [n].
         sent_bytes: the bytes that a worker has sent so far, mean over workers.
+        line_bytes: the bytes that all workers have sent to other regions so far, see `Network.lines`.
         k: the number of the next step, `first_k` of the first one.
         is_stepping: bool [n], the workers that compute the present step; None: all.
     """
@@ -379,7 +396,7 @@ class StepClock:
         self.model_bytes, self.buffer_bytes = size, buffer_bytes
         self.average = average or MessageCost(2 * (n - 1) / n * size, links.all_reduce_seconds(size))
         self.starts, self.waited_seconds = np.zeros(n), np.zeros(n)
-        self.sent_bytes = 0.0
+        self.sent_bytes = self.line_bytes = 0.0
         self.k = self.first_k = 0
 
     def advance(self, exchanges: Exchanges) -> None:
@@ -410,14 +427,20 @@ class StepClock:
             if rows is None:
                 average = self.average if answered.share is None else self._gather(answered.share)
                 since = np.full(len(since), since.max() + average.encode_seconds)
-                self.sent_bytes += average.num_bytes
+                self._count(average)
             else:
                 num_bytes = self.message.num_bytes - (0.0 if answered.has_buffers else self.buffer_bytes)
                 message = self.message._replace(num_bytes=num_bytes)
                 begun = rows.latest(since + message.encode_seconds)
                 since = begun + self.links.exchange_seconds(rows, message)
                 self.sent_bytes += rows.mean_out_degree * num_bytes
+                self.line_bytes += self.links.num_crossing(rows) * num_bytes
         return since
+
+    def _count(self, average: MessageCost) -> None:
+        """Count the bytes of an average along a ring."""
+        self.sent_bytes += average.num_bytes
+        self.line_bytes += self.links.num_crossing_ring * average.num_bytes
 
     def _gather(self, share: float) -> MessageCost:
         """The cost of messages of such a share of the vector from all to all, in place of an all-reduce of it."""
@@ -477,7 +500,7 @@ class BucketClock(StepClock):
             reduced += bucket
             left = (1 - reduced / size) * (1 - FORWARD_SHARE) * compute  # of the backward pass
             done = max(done, float((arrivals - left).max())) + self.links.all_reduce_seconds(bucket)
-        self.sent_bytes += self.average.num_bytes
+        self._count(self.average)
         return np.full(len(arrivals), done)
 
 

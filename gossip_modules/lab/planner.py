@@ -53,6 +53,7 @@ class Prediction:
         waiting_share: the share of waiting in a worker's time, mean over workers; unhidden communication is waiting.
         disagreement, max_disagreement: of the workers' models at the end, see `Problem`, and the limit of agreement.
         is_overlapped: whether messages travel while workers compute.
+        line_bytes: the bytes sent by all workers to other regions, see `Network.lines`; NaN: they are not counted.
     """
 
     plan: LabPlan
@@ -66,6 +67,7 @@ class Prediction:
     disagreement: float
     max_disagreement: float
     is_overlapped: bool = False
+    line_bytes: float = 0.0
 
     @property
     def has_reached(self) -> bool:
@@ -165,6 +167,7 @@ def _predict(
         disagreement=problem.disagreement(z),
         max_disagreement=problem.max_disagreement,
         is_overlapped=method.clock.is_overlapped,
+        line_bytes=method.clock.line_bytes,
     )
 
 

@@ -61,6 +61,21 @@ def measure_link_times(
             f"got a base graph of {world_size(matchings)} ranks, expected {transport.world_size}, the size of the "
             f"transport. Build the graph with that many nodes."
         )
+    median = median_exchange(transport, num_bytes=num_bytes, num_repeats=num_repeats, device=device)
+    return seconds_of_links(transport, matchings, median, what="measure_link_times")
+
+
+def median_exchange(
+    transport: Transport, *, num_bytes: int, num_repeats: int, device: torch.device
+) -> Callable[[int], float]:
+    """Return a function of a peer: the median seconds of an exchange with it, after one that warms up.
+
+    Args:
+        transport: the transport over the ranks.
+        num_bytes: the size of a message.
+        num_repeats: the number of exchanges.
+        device: the device of the messages.
+    """
     outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     incoming = torch.empty_like(outgoing)
 
@@ -68,7 +83,7 @@ def measure_link_times(
         times = [_exchange_seconds(transport, peer, outgoing, incoming, tag=i) for i in range(num_repeats + 1)]
         return statistics.median(times[1:])
 
-    return seconds_of_links(transport, matchings, median, what="measure_link_times")
+    return median
 
 
 def seconds_of_links(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from gossip_modules import doctor
 from gossip_modules.doctor import Measurements, Workload
 from gossip_modules.lab.clock import TCP_SHARE
 from gossip_modules.methods import METHODS
+from gossip_modules.regions import Regions
 from gossip_modules.transport.process_group import ProcessGroupTransport
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks
 from tests.harness.scripts import _outputs
@@ -58,6 +61,84 @@ def test_all_ranks_hold_the_same_measurements_and_one_plans_with_them() -> None:
     assert [link["ranks"] for link in values["links"]] == [[0, 1], [0, 2], [1, 2]]
     assert {method["method"] for method in values["methods"]} == {"sgp", "ar"}
     assert values["best"] in ("sgp", "ar")
+
+
+TRIPS = {(0, 1): 4e-4, (0, 2): 0.021, (0, 3): 0.022, (1, 2): 0.021, (1, 3): 0.023, (2, 3): 3e-4}
+RATES = {pair: 1e9 if seconds < 0.001 else 9e7 for pair, seconds in TRIPS.items()}
+SITES = Measurements(
+    ("a", "b", "c", "d"), TRIPS, RATES, ((0.1,),) * 4, 1e10, borders={(0, 1): doctor.Border(1.9e8, 2e8, 2)}
+)
+
+
+def test_hosts_are_grouped_into_regions_and_both_levels_are_planned() -> None:
+    assert str(SITES.regions) == "0-1,2-3"
+    assert SITES.places == {
+        "between hosts": [(0, 1), (2, 3)],
+        "between regions": [(0, 2), (0, 3), (1, 2), (1, 3)],
+    }
+    network = SITES.network()
+    # A pair alone has the line; two at once share it.
+    assert network.table()[0][2].rate_bit_s == network.table()[3][1].rate_bit_s == 1.9e8 / TCP_SHARE
+    assert network.table()[0][1].rate_bit_s == 1e9 / TCP_SHARE
+    assert (network.lines, network.line_bit_s) == ((0, 0, 1, 1), 2e8 / TCP_SHARE)
+    found = doctor.plan(SITES, doctor.workload(None, 2_800_000, 0.1), ["ar", "sgp"], seconds=60)
+    texts = {(level.inside, level.prediction.plan.label) for level in found.levels}
+    assert {(doctor.SAME, "ar"), (doctor.SAME, "sgp"), ("gradients, all-reduce", "sgp")} < texts
+    assert found.advice is not None
+    assert found.advice.best is not None
+    fastest = min(x.prediction.seconds for x in found.levels if x.prediction.has_reached and x.prediction.has_agreed)
+    assert found.advice.best.seconds == fastest
+    text = doctor.as_text(SITES, GIVEN, found)
+    for line in (
+        "between regions    4            21.5     0.09   0.09 Gbit/s, ranks 0 and 2",
+        "regions (found, --regions declares others): ranks 0-1 | 2-3; round trips of 21 ms and more between them, "
+        "of 0.4 ms at most inside",
+        "regions 0 and 1: one pair alone has 0.19 Gbit/s, 2 pairs at once 0.2 in all: they share a line",
+    ):
+        assert f"\n{line}" in text
+    assert "\ngradients, all-reduce  " in text
+    assert "\nChoose " in text
+    values = json.loads(doctor.as_json(SITES, GIVEN, found))
+    assert values["regions"] == [[0, 1], [2, 3]]
+    assert [level["between"] for level in values["levels"] if level["is_chosen"]] == [found.advice.best.plan.text]
+
+
+def test_links_that_no_line_limits_have_their_own_rates() -> None:
+    wide = replace(SITES, borders={(0, 1): doctor.Border(1.9e8, 3.7e8, 2)})
+    assert wide.network().line_bit_s == math.inf
+    assert "in all: they do not hinder each other" in doctor.as_text(wide, GIVEN, doctor.Forecast())
+
+
+def test_declared_regions_win() -> None:
+    declared = replace(SITES, declared=Regions.of("0-2,3"))
+    assert str(declared.regions) == "0-2,3"
+    found = doctor.plan(declared, GIVEN, ["ar"], seconds=60)
+    assert found.left_out == [
+        "two levels: got regions 0-2,3, expected equally many consecutive ranks in each, such as 0-1,2-3; start the "
+        "processes in this order, or train with a graph of your own"
+    ]
+    text = doctor.as_text(declared, GIVEN, found)
+    assert "\nregions (declared): ranks 0-2 | 3; round trips of 0.3 ms and more between them" in text
+    assert "\nChoose ar" in text
+
+
+def test_the_line_between_declared_regions_is_measured() -> None:
+    def measured(group: dist.ProcessGroup) -> Measurements:
+        transport = ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT)
+        return doctor.measure(transport, GIVEN, host="a", declared=Regions.of("0,1-2"))
+
+    first, *others = run_ranks(3, measured)
+    assert all(other == first for other in others)
+    ((pair, border),) = first.borders.items()
+    assert (pair, border.num_pairs) == ((0, 1), 1)
+    assert min(border.alone, border.together) > 0
+
+    def refused(group: dist.ProcessGroup) -> None:
+        transport = ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT)
+        with pytest.raises(ValueError, match="got --regions 0,1-2 of 3 ranks, expected the 2 ranks of this job"):
+            doctor.measure(transport, GIVEN, host="a", declared=Regions.of("0,1-2"))
+
+    run_ranks(2, refused)
 
 
 def test_methods_that_find_no_time_are_named() -> None:
