@@ -233,20 +233,37 @@ CLUSTER_METHODS: Mapping[str, ClusterMethod] = {
 }
 
 
+def between_nodes(text: str, size: int) -> str:
+    """Return the name of a method between nodes of so many consecutive ranks, for `method_of`.
+
+    Args:
+        text: "sgp", "osgp", or the text of an algorithm.
+        size: the ranks of a node, which average their gradients in every step.
+    """
+    return f"{text} between nodes of {size}"
+
+
 def method_of(name: str) -> ClusterMethod:
     """Return a row of CLUSTER_METHODS, or the row of an algorithm of the library.
 
     Args:
         name: of CLUSTER_METHODS, or the text of an algorithm, such as "DiLoCo(sync_every=8)". Its period is the one of
-            the algorithm; two of them if messages arrive later, which takes a period until it is as usual.
+            the algorithm; two of them if messages arrive later, which takes a period until it is as usual. Or "ar", our
+            AllReduceDataParallel, or what `between_nodes` returns.
 
     Raises:
         ValueError: there is no such method.
     """
     if name in CLUSTER_METHODS:
         return CLUSTER_METHODS[name]
+    if name == "ar":
+        return ClusterMethod("AllReduceDataParallel", _ours(gm.AllReduceDataParallel))
+    text, is_node, size = name.partition(between_nodes("", 0)[:-1])
+    nodes = {"nprocs_per_node": int(size)} if is_node else {}
+    if nodes and text in ("sgp", "osgp"):
+        return ClusterMethod(name, _gossip(overlap=text == "osgp", **nodes))
     try:
-        chosen = read_algorithm(name)
+        chosen = read_algorithm(text)
     except ValueError as error:
         names = ", ".join(CLUSTER_METHODS)
         raise ValueError(f"got the method {name!r}, expected some of {names}, or an algorithm: {error}") from None
@@ -254,7 +271,7 @@ def method_of(name: str) -> ClusterMethod:
     if not isinstance(algorithm, Algorithm):
         raise ValueError(f"got the method {name!r}, expected an algorithm, or a short name; see --help")
     num_periods = 2 if getattr(algorithm.parts[0], "delay", 0) else 1
-    return ClusterMethod(name, _periodic(algorithm=algorithm), period=num_periods * chosen.period)
+    return ClusterMethod(name, _periodic(algorithm=algorithm, **nodes), period=num_periods * chosen.period)
 
 
 def optimizer_of(name: str, *, is_adam: bool) -> str:

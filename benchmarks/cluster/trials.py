@@ -12,6 +12,7 @@ import torch
 from benchmarks.by_hand import PlainLoop
 from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import ClusterMethod, method_of
+from benchmarks.cluster.network.links import line_bytes
 from benchmarks.cluster.network.place import Counters, Place, forget_peak_memory, peak_memory_bytes
 from benchmarks.cluster.split import Split
 from benchmarks.cluster.waited_model import WaitedModel
@@ -33,6 +34,8 @@ class Trial:
         limit_seconds: for the whole trial, and for every wait in it.
         num_parameters: of the model, about.
         optimizer: a name of OPTIMIZERS.
+        switch: of the network, where it has a line between two regions, see `line_bytes`; "": there is none.
+        regions: of the ranks, for that line.
     """
 
     method: str
@@ -43,6 +46,8 @@ class Trial:
     limit_seconds: float
     num_parameters: float
     optimizer: str = "SGD"
+    switch: str = ""
+    regions: str = ""
 
     def as_message(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -75,10 +80,38 @@ def measure(trial: Trial, place: Place) -> dict[str, Any]:
     start = time.perf_counter()
     contender = method.make(model, place)
     constructed = time.perf_counter() - start
+    border = Border(trial, contender, place) if trial.switch else None
     result = _timed_steps(trial, method, contender, model, place)
+    if border is not None:
+        result.update(border.bytes())
     place.leave(contender.close)
     peak = peak_memory_bytes()
     return {"construct_s": constructed, "rss_mb": peak / 1e6, "memory_mb": (peak - before) / 1e6, **result}
+
+
+class Border:
+    """The bytes between two regions from now on: as our wrapper counts them, and as the line does; collective.
+
+    Args:
+        trial, place: of this rank.
+        contender: has a wrapper of ours.
+    """
+
+    def __init__(self, trial: Trial, contender: PlainLoop, place: Place) -> None:
+        self._trial, self._place, self._model = trial, place, contender.model
+        self._model.declare_regions(trial.regions)  # type: ignore[operator]
+        self._start = self._now("first step")
+
+    def bytes(self) -> dict[str, float]:
+        """Return counted_bytes, sent by this rank, and line_bytes, sent by all in both directions."""
+        return {name: value - self._start[name] for name, value in self._now("last step").items()}
+
+    def _now(self, what: str) -> dict[str, float]:
+        self._place.meet(f"{what}, all is sent")
+        counted = self._model.comm_stats()["bytes_sent_between_regions"]  # type: ignore[operator]
+        found = {"counted_bytes": counted, "line_bytes": sum(line_bytes(self._trial.switch, k) for k in range(2))}
+        self._place.meet(f"{what}, all is counted")
+        return found
 
 
 def _timed_steps(

@@ -120,10 +120,11 @@ class EmulatedNetwork:
         namespaces.remove(namespaces.abandoned(namespaces.names()))
         prefix = self._prefix = namespaces.owner_prefix(next(_serials))
         self.hosts: tuple[str, ...] = tuple(f"{prefix}{rank}" for rank in range(num_hosts))
+        self.switch = f"{prefix}switch"
         self._reaper = Reaper(prefix)
         self._line: subprocess.Popen[str] | None = None
         try:
-            self._build(f"{prefix}switch", links)
+            self._build(self.switch, links)
         except BaseException:
             self.close()
             raise
@@ -193,11 +194,6 @@ class EmulatedNetwork:
                 "got no line between regions, expected TAP devices: the kernel must have /dev/net/tun; see its error"
             )
 
-    def line_bytes(self, region: int) -> int:
-        """Bytes that a region has sent to other regions so far, headers included."""
-        path = f"/sys/class/net/{_line(region)}/statistics/tx_bytes"
-        return int(namespaces.run("ip", "netns", "exec", f"{self._prefix}switch", "cat", path))
-
     def address(self, rank: int) -> str:
         """Of a host, on the shaped network."""
         return _address(NETWORKS[DATA], rank)
@@ -232,6 +228,17 @@ def _address(network: int, rank: int) -> str:
 
 def _hardware_address(network: int, rank: int) -> str:
     return f"02:00:00:00:{network:02x}:{rank + 1:02x}"
+
+
+def line_bytes(switch: str, region: int) -> int:
+    """Bytes that a region has sent to other regions so far, headers included; also for processes in a host.
+
+    Args:
+        switch: the namespace of an `EmulatedNetwork` with that name.
+        region: the number of the region.
+    """
+    path = f"/sys/class/net/{_line(region)}/statistics/tx_bytes"
+    return int(namespaces.run("ip", "netns", "exec", switch, "cat", path))
 
 
 def _line(region: int) -> str:

@@ -33,7 +33,7 @@ from benchmarks.cluster.delays import Delays
 from benchmarks.cluster.methods import CLUSTER_METHODS, method_of, optimizer_of, require_methods
 from benchmarks.cluster.network import namespaces
 from benchmarks.cluster.network.line import region_of
-from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates, RegionLine
+from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates, RegionLine, line_bytes
 from benchmarks.cluster.network.namespaces import ClusterUnavailableError
 from benchmarks.cluster.network.place import Place, bytes_sent
 from benchmarks.cluster.processes import Fleet, TrialError, TrialProcesses
@@ -496,12 +496,12 @@ def test_the_line_between_regions_adds_its_round_trip_and_counts_its_bytes() -> 
         def ping(host: int) -> float:
             return float(namespaces.run("ip", "netns", "exec", network.hosts[0], *python, PING, network.address(host)))
 
-        before = network.line_bytes(0)
+        before = line_bytes(network.switch, 0)
         ping(1)
-        assert network.line_bytes(0) == before  # inside a region nothing is on the line
+        assert line_bytes(network.switch, 0) == before  # inside a region nothing is on the line
         assert ping(2) >= 0.06
-        assert network.line_bytes(0) > before
-        assert network.line_bytes(1) > 0
+        assert line_bytes(network.switch, 0) > before
+        assert line_bytes(network.switch, 1) > 0
     for server in servers:
         server.wait()
         assert server.stdout is not None
@@ -511,7 +511,7 @@ def test_the_line_between_regions_adds_its_round_trip_and_counts_its_bytes() -> 
 HOLD = """
 import time
 from benchmarks.cluster.network.line import region_of
-from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates, RegionLine
+from benchmarks.cluster.network.links import EmulatedNetwork, LinkRates, RegionLine, line_bytes
 network = EmulatedNetwork(2, LinkRates(1e8))
 print("built", flush=True)
 time.sleep(300)
