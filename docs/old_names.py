@@ -11,10 +11,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gossip_modules import GossipDataParallel  # noqa: E402
 from gossip_modules.compat.actions import Ignored, NewName, Refused  # noqa: E402
 from gossip_modules.compat.tables import (  # noqa: E402
     AD_PSGD_ARGUMENTS,
     ALL_REDUCE_ARGUMENTS,
+    ATTRIBUTES,
     DDP_ARGUMENTS,
     DDP_ATTRIBUTES,
     GRAPH_ARGUMENTS,
@@ -77,9 +79,15 @@ def missing(remedies: Mapping[str, str]) -> list[tuple[str, str, str]]:
     return [(name, remedy, "an error") for name, remedy in remedies.items() if not name.startswith("_")]
 
 
+def of_ddp() -> list[tuple[str, str, str]]:
+    """Rows of attributes of DistributedDataParallel that GossipDataParallel does not have, with its answers."""
+    answers = {**DDP_ATTRIBUTES, **ATTRIBUTES["GossipDataParallel"]}
+    return missing({name: str(answers[name]) for name in DDP_ATTRIBUTES if not hasattr(GossipDataParallel, name)})
+
+
 TABLES: Mapping[str, str] = {
     "ddp-arguments": arguments(DDP_ARGUMENTS),
-    "ddp-attributes": table("method or attribute", missing(DDP_ATTRIBUTES)),
+    "ddp-attributes": table("method or attribute", of_ddp()),
     "sgp-arguments": arguments(SGP_ARGUMENTS),
     "adpsgd-arguments": arguments(AD_PSGD_ARGUMENTS),
     "allreduce-arguments": arguments(ALL_REDUCE_ARGUMENTS),
