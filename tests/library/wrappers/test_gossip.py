@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gossip_modules import GossipDataParallel, RingGraph, Schedule
+from gossip_modules import AllReduceDataParallel, GossipDataParallel, RingGraph, Schedule
 from gossip_modules.graph_manager import NetworkXGraph
 from tests.harness.problems import adamw, batch, fill_, loss_of, mlp, net, sgd, train_step
 from tests.harness.progress import step_of, take_corrections
@@ -307,3 +307,31 @@ def test_init_sync_false_keeps_every_rank() -> None:
         return torch.equal(flatten(wrap(net(group.rank()), group).module), flatten(net(group.rank())))
 
     assert all(run_ranks(2, body))
+
+
+def test_two_ranks_train_by_sgd_as_by_all_reduce() -> None:
+    """With two ranks a round of SGP is an exact average, and the steps of SGD with momentum are linear in gradients."""
+    start = mlp().double()
+
+    def trained(kind: Callable[..., Any], group: dist.ProcessGroup, **options: Any) -> Tensor:
+        module = copy.deepcopy(start)
+        model = kind(module, process_group=group, **options)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2)
+        for step in range(20):
+            optimizer.zero_grad()
+            x, y = batch(group.rank(), step)
+            nn.functional.cross_entropy(model(x.double()), y).backward()
+            optimizer.step()
+        with model.averaged():
+            found = flatten(module).clone()
+        model.close()
+        return found
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        exact = trained(AllReduceDataParallel, group)
+        return exact, trained(GossipDataParallel, group), trained(GossipDataParallel, group, overlap=True)
+
+    for n in (2, 4):
+        for exact, gossip, late in run_ranks(n, body):
+            assert bool((gossip - exact).abs().max() < 1e-12) == (n == 2)
+            assert (late - exact).abs().max() > 1e-6
