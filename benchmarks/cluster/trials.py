@@ -80,16 +80,16 @@ def measure(trial: Trial, place: Place) -> dict[str, Any]:
     start = time.perf_counter()
     contender = method.make(model, place)
     constructed = time.perf_counter() - start
-    border = Border(trial, contender, place) if trial.switch else None
+    line = LineCount(trial, contender, place) if trial.switch else None
     result = _timed_steps(trial, method, contender, model, place)
-    if border is not None:
-        result.update(border.bytes())
+    if line is not None:
+        result.update(line.bytes())
     place.leave(contender.close)
     peak = peak_memory_bytes()
     return {"construct_s": constructed, "rss_mb": peak / 1e6, "memory_mb": (peak - before) / 1e6, **result}
 
 
-class Border:
+class LineCount:
     """The bytes between two regions from now on: as our wrapper counts them, and as the line does; collective.
 
     Args:
