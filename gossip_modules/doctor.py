@@ -31,12 +31,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import networkx as nx
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ _PROBE_BYTES, _MAX_BYTES = 1 << 16, 1 << 24
 _EXCHANGE_SECONDS = 0.1  # that one exchange of the measured size should take, at least
 _NUM_ROUND_TRIPS = 10  # that it should take, until TCP has found the rate of the link
 _LARGER, _SHARED_SHARE = 8, 0.75  # the next size; the share of their rates that pairs on one line have together
+_PAUSE_SECONDS = 1.0  # before a measured average, as of the steps between two averages
 _COPY_BYTES, _NUM_COPIES = 1 << 26, 5
 _NUM_WARM, _MIN_STEPS, _STEPS_SECONDS = 2, 5, 5.0
 _QUANTILES = 9  # of the durations of the steps of a rank
@@ -124,6 +126,7 @@ class Measurements:
         memory_byte_s: bytes that the slowest rank reads or writes per second while all ranks copy.
         declared: the regions of the user; None: they are found from round trips.
         borders: the links between two regions, by their numbers, ascending.
+        average_bytes, average_seconds: of an average over all ranks after a pause, with several regions; else 0.
     """
 
     hosts: tuple[str, ...]
@@ -133,6 +136,8 @@ class Measurements:
     memory_byte_s: float
     declared: Regions | None = None
     borders: Mapping[Edge, Border] = field(default_factory=dict)
+    average_bytes: int = 0
+    average_seconds: float = 0.0
 
     @cached_property
     def found(self) -> FoundRegions:
@@ -177,7 +182,9 @@ class Measurements:
         line = min((border.together for border in self.borders.values() if border.is_shared), default=math.inf)
         lines = tuple(regions) if self.borders else ()
         shares = (1,) * len(ranks)
-        return Network(rows, shares, memory_byte_s=self.memory_byte_s, lines=lines, line_bit_s=line / TCP_SHARE)
+        network = Network(rows, shares, memory_byte_s=self.memory_byte_s, lines=lines, line_bit_s=line / TCP_SHARE)
+        start = self.average_seconds - network.on(np.arange(len(ranks))).all_reduce_seconds(self.average_bytes)
+        return replace(network, average_start_s=max(start, 0.0))
 
     def _place(self, u: int, v: int) -> str:
         if self.regions.separate(u, v):
@@ -223,13 +230,14 @@ def measure(
     round_trips, rates, probe_bytes = _measure_links(transport, work) if n > 1 else ({}, {}, 0)
     regions = Measurements(hosts, round_trips, rates, (), 0.0, declared).regions
     borders = _measure_borders(transport, work, regions, probe_bytes) if len(regions.members) > 1 else {}
+    average = (probe_bytes, _average_seconds(transport, work, probe_bytes)) if borders else (0, 0.0)
     transport.barrier(what="start of the measurement of memory")
     speed = torch.tensor([_memory_byte_s(work)], dtype=torch.float64, device="cpu")
     memory = float(rows_of_all(transport, speed, what="speeds of memory").min())
     transport.barrier(what="start of the measured steps")
     own = torch.tensor(_step_quantiles(work), dtype=torch.float64, device="cpu")
     steps = tuple(map(tuple, rows_of_all(transport, own, what="seconds of steps").tolist()))
-    return Measurements(hosts, round_trips, rates, steps, memory, declared, borders)
+    return Measurements(hosts, round_trips, rates, steps, memory, declared, borders, *average)
 
 
 def _measure_links(transport: Transport, work: Workload) -> tuple[dict[Edge, float], dict[Edge, float], int]:
@@ -270,6 +278,21 @@ def _measure_borders(transport: Transport, work: Workload, regions: Regions, siz
 
         borders[i, j] = Border(rate(pairs[:1]), rate(pairs), len(pairs))
     return borders
+
+
+def _average_seconds(transport: ProcessGroupTransport, work: Workload, num_bytes: int) -> float:
+    """The median time of a sum of `num_bytes` over all ranks after a pause, equal on all ranks; collective."""
+    x = torch.zeros(num_bytes // 4, dtype=torch.float32, device=work.device)
+    seconds = []
+    for _ in range(_NUM_EXCHANGES):
+        time.sleep(_PAUSE_SECONDS)
+        transport.barrier(what="start of a measured average")
+        start = time.perf_counter()
+        transport.all_reduce(x, what="a measured average")
+        wait_for_queue(work.device)
+        seconds.append(time.perf_counter() - start)
+    own = torch.tensor([statistics.median(seconds)], dtype=torch.float64, device="cpu")
+    return float(rows_of_all(transport, own, what="seconds of averages").max())
 
 
 def _ping_seconds(transport: Transport, peer: int, buffer: Tensor, *, tag: int) -> float:

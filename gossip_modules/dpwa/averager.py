@@ -47,7 +47,7 @@ class PairwiseWorker(AveragingMixin):
         return self._engine.config.name
 
     def declare_regions(self, regions: object) -> None:
-        """Not for peers with names.
+        """Refused for names.
 
         Args:
             regions: anything.

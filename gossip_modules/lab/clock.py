@@ -163,6 +163,8 @@ class Network:
         lines: the number of the region of each group. The workers of a region share one line to all other regions, in
             each direction; (): there are no such lines.
         line_bit_s: the rate of these lines, of which `TCP_SHARE` carries data.
+        average_start_s: the time of an average of an algorithm beside its messages: the ranks meet, and TCP begins
+            slowly after a pause.
 
     Raises:
         ValueError: a number is out of range, or a text describes no link.
@@ -180,10 +182,11 @@ class Network:
     seed: int = 0
     lines: tuple[int, ...] = ()
     line_bit_s: float = math.inf
+    average_start_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_share("slow_share", self.slow_share)
-        check_numbers(self, {"slow_factor": 1, "memory_byte_s": 1})
+        check_numbers(self, {"slow_factor": 1, "memory_byte_s": 1, "average_start_s": 0})
         check("line_bit_s", self.line_bit_s, self.line_bit_s > 0, "a positive number, or infinity")
         is_fitting = len(self.lines) in (0, len(self.shares))
         check("lines", self.lines, is_fitting, f"the number of the region of each of the {len(self.shares)} groups")

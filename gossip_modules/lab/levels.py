@@ -72,6 +72,8 @@ def regions_as_workers(setting: Setting, regions: Regions) -> Setting:
         rates, latencies = np.transpose([links.spec(u, v) for u in a for v in b])
         return LinkSpec(size * float(np.median(rates)), float(np.median(latencies)))
 
+    own = links.part(regions.members[0]).on(np.arange(size))
+    gather = own.gather_seconds(message.num_bytes / size)  # the processes of a region then share their parts
     rows = [[link(a, b) for b in regions.members] for a in regions.members]
     network = Network(
         rows,
@@ -79,6 +81,7 @@ def regions_as_workers(setting: Setting, regions: Regions) -> Setting:
         memory_byte_s=size * setting.network.memory_byte_s,  # each process has its part of the vector
         lines=tuple(range(len(rows))),
         line_bit_s=setting.network.line_bit_s,
+        average_start_s=setting.network.average_start_s + gather,
     )
     return replace(setting, world_size=len(rows), compute=Compute(steps), network=network)
 
@@ -94,7 +97,8 @@ def methods_between(setting: Setting) -> list[str]:
     links = setting.network.on(np.arange(setting.world_size))
     assert setting.num_parameters is not None, "the time of an average follows from the number of parameters"
     step = float(np.median(setting.compute.seconds))
-    late = math.ceil(links.all_reduce_seconds(4 * setting.num_parameters) / step)
+    seconds = links.all_reduce_seconds(4 * setting.num_parameters) + setting.network.average_start_s
+    late = math.ceil(seconds / step)
     texts = ["sgp", "osgp"]
     for period in PERIODS_TO_TRY:
         texts += [f"LocalSGD(sync_every={period})", f"DiLoCo(sync_every={period})"]

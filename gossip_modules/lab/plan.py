@@ -369,6 +369,7 @@ class PlanRun:
         else:
             sent = size + buffers
             average = MessageCost(2 * (1 - 1 / self.num_ranks) * sent, self.links.all_reduce_seconds(sent))
+        average = average._replace(encode_seconds=average.encode_seconds + self.setting.network.average_start_s)
         step = _OUTER_PASSES * self.links.memory_seconds(size) if isinstance(outer, OuterMethod) else 0.0
         late: Callable[..., StepClock] = OverlapClock if overlap else StepClock
         if delay := getattr(outer, "delay", 0):

@@ -423,7 +423,7 @@ class AveragingMixin(ABC):
         return {"bytes_sent": self._bytes_sent, **rounds, "consensus_distance": distance, **self._region_stats()}
 
     def declare_regions(self, regions: str | Regions) -> None:
-        """Let `comm_stats()` count by region.
+        """Count by region.
 
         Local: nothing is sent. The counters have counted from the beginning, but for the first broadcast of the model.
 

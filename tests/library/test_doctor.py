@@ -34,6 +34,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of milliseconds."""
     monkeypatch.setattr(doctor, "_EXCHANGE_SECONDS", 1e-4)
     monkeypatch.setattr(doctor, "_STEPS_SECONDS", 0.0)
+    monkeypatch.setattr(doctor, "_PAUSE_SECONDS", 0.0)
     monkeypatch.delenv("RANK", raising=False)
 
 
@@ -81,6 +82,11 @@ def test_hosts_are_grouped_into_regions_and_both_levels_are_planned() -> None:
     assert network.table()[0][2].rate_bit_s == network.table()[3][1].rate_bit_s == 1.9e8 / TCP_SHARE
     assert network.table()[0][1].rate_bit_s == 1e9 / TCP_SHARE
     assert (network.lines, network.line_bit_s) == ((0, 0, 1, 1), 2e8 / TCP_SHARE)
+    assert network.average_start_s == 0
+    # A ring sends 1.5 times 8e6 bits one after another over the line, and six messages wait for the latency.
+    later = replace(SITES, average_bytes=1_000_000, average_seconds=1.0).network()
+    seconds = 1.5 * 8e6 / 1.9e8 + 6 * 0.0115 + 3 * 3 * 250_000 / 1e10
+    assert later.average_start_s == pytest.approx(1 - seconds, rel=0.01)
     found = doctor.plan(SITES, doctor.workload(None, 2_800_000, 0.1), ["ar", "sgp"], seconds=60)
     texts = {(level.inside, level.prediction.plan.label) for level in found.levels}
     assert {(doctor.SAME, "ar"), (doctor.SAME, "sgp"), ("gradients, all-reduce", "sgp")} < texts
@@ -131,7 +137,7 @@ def test_the_line_between_declared_regions_is_measured() -> None:
     assert all(other == first for other in others)
     ((pair, border),) = first.borders.items()
     assert (pair, border.num_pairs) == ((0, 1), 1)
-    assert min(border.alone, border.together) > 0
+    assert min(border.alone, border.together, first.average_seconds, first.average_bytes) > 0
 
     def refused(group: dist.ProcessGroup) -> None:
         transport = ProcessGroupTransport(group, device=CPU, timeout=TIMEOUT)

@@ -40,6 +40,16 @@ def test_a_region_is_a_worker_with_the_line_of_its_processes() -> None:
         assert 0.2 < seconds < 0.2 + 2 * inside
 
 
+def test_an_average_between_regions_starts_late_and_ends_with_a_gather_inside() -> None:
+    late = replace(SITES, network=replace(SITES.network, average_start_s=0.5))
+    above = regions_as_workers(late, REGIONS).network.average_start_s
+    gather = 8 * 5e6 / (NEAR.rate_bit_s * 0.957) + NEAR.latency_s  # half of the model from the other process
+    assert above == pytest.approx(0.5 + gather)
+    seconds = [simulate("LocalSGD(sync_every=10)", setting, Digits()).seconds for setting in (SITES, late)]
+    num_averages = simulate("LocalSGD(sync_every=10)", SITES, Digits()).num_steps // 10
+    assert seconds[1] - seconds[0] == pytest.approx(0.5 * num_averages)
+
+
 def test_unequal_regions_are_refused() -> None:
     with pytest.raises(ValueError, match="expected equally many consecutive ranks in each"):
         predict_levels(SITES, Regions.of("0-2,3"))
