@@ -90,6 +90,7 @@ METHODS: Mapping[str, Callable[[], Arguments]] = {
     "d2": lambda: {"algorithm": g.D2()},
     "exactdiffusion": lambda: {"algorithm": g.ExactDiffusion()},
     "extra": lambda: {"algorithm": g.EXTRA()},
+    "trimmedmean": lambda: {**MIXED, "algorithm": g.TrimmedMean()},
     "clippedgossip": lambda: {**MIXED, "algorithm": g.ClippedGossip(0.05)},
     "gradienttracking": lambda: {"algorithm": g.GradientTracking()},
     "kgt": lambda: {"algorithm": g.KGT(4)},

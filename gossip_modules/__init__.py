@@ -42,6 +42,7 @@ from .algorithms.slowmo import SlowMo
 from .algorithms.sparse_loco import SparseLoCo
 from .algorithms.sparta import Sparta
 from .algorithms.streaming_diloco import StreamingDiLoCo
+from .algorithms.trimmed_mean import TrimmedMean
 from .compression.quantizer import QSGD, SignNorm
 from .compression.sparsifier import RandomK, TopK
 from .graph_manager import RingGraph
@@ -125,6 +126,7 @@ __all__ = [
     "Sparta",
     "StreamingDiLoCo",
     "TopK",
+    "TrimmedMean",
     "connect",
     "gossip",
     "job_store",

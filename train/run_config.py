@@ -43,7 +43,8 @@ class RunConfig(WrapperOptions, ABC):
     recipe: str = "sgp"
     """Method: ar, dpsgd, sgp, osgp, matcha, choco, deepsqueeze, moniqua, powergossip, adpsgd, a2cid2, wagma, dpwa,
     localsgd, diloco, streamingdiloco, eagerdiloco, muloco, isoloco, sparseloco, pulseloco, slowmo, noloco, gasloc,
-    qgdsgdm, d2, exactdiffusion, extra, gradienttracking, kgt, proxskip, decentlam, clippedgossip, relaysgd, sparta;
+    qgdsgdm, d2, exactdiffusion, extra, gradienttracking, kgt, proxskip, decentlam, clippedgossip, trimmedmean,
+    relaysgd, sparta;
     python -m gossip_modules.methods describes each. qgdsgdm and decentlam need SGD: train.gossip_sgd has it, other
     scripts take --optimizer sgd. A recipe is the short name of an --algorithm, with its published settings."""
     algorithm: str = ""

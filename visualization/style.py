@@ -79,6 +79,7 @@ METHOD_STYLES: Mapping[str, MethodStyle] = {
     "relaysgd": MethodStyle("RelaySGD", "#00838F", ("relaysgd", "relaysum")),
     "sparta": MethodStyle("SPARTA", "#9E2A2B", ("sparta",)),
     "clippedgossip": MethodStyle("ClippedGossip", "#455A64", ("clippedgossip",)),
+    "trimmedmean": MethodStyle("Trimmed mean", "#145C14", ("trimmedmean", "trimmed mean")),
     "decentlam": MethodStyle("DecentLaM", "#558B2F", ("decentlam",)),
 }
 """The one colour of each method in all pictures, by the name of its recipe: see `method_of` and `method_styles`."""

@@ -33,6 +33,7 @@ from ..algorithms.slowmo import SlowMo
 from ..algorithms.sparse_loco import SparseLoCo
 from ..algorithms.sparta import Sparta
 from ..algorithms.streaming_diloco import StreamingDiLoCo
+from ..algorithms.trimmed_mean import TrimmedMean
 from ..engine.overlap import Overlap
 from ..registry import Method, Paper, StepSizes
 from ..wrappers.all_reduce import AllReduceDataParallel
@@ -372,6 +373,7 @@ BUILT_IN: tuple[Method, ...] = (
     entry(ProxSkip, options=GRAPH, text="ProxSkip(probability=0.1)", simulated_graph=_ring),
     entry(DecentLaM, options=GRAPH, simulated_graph=_ring),
     entry(ClippedGossip, options=COMPRESSED - {"nprocs_per_node"}, text="ClippedGossip(radius=1.0)"),
+    entry(TrimmedMean, options=COMPRESSED),
     entry(
         RelaySGD,
         options=GRAPH,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gossip_modules import ClippedGossip, GossipDataParallel, RingGraph
+from gossip_modules import ClippedGossip, GossipDataParallel, RingGraph, TrimmedMean
 from gossip_modules.algorithms.d_psgd import DPSGD
 from gossip_modules.extend import Algorithm
 from gossip_modules.graph_manager import CompleteGraph, DynamicBipartiteExponentialGraph, GraphManager
@@ -47,9 +47,26 @@ def clipped(radius: float) -> Oracle:
     return after
 
 
+def trimmed(share: float) -> Oracle:
+    """The matrix of models after a round of the trimmed mean: equal weights for each value that is not left out."""
+
+    def after(x: Array, mixing: MixingManager, t: int) -> Array:
+        w, new = mixing.matrix(t).double().numpy(), x.copy()
+        for i in range(len(x)):
+            values = np.sort(x[[j for j in range(len(x)) if i != j and w[i, j]]], axis=0)
+            b = math.floor(share * len(values))
+            new[i] = np.concatenate([x[i : i + 1], values[b : len(values) - b]]).mean(0)
+        return new
+
+    return after
+
+
 LAWS: dict[str, tuple[Algorithm, GraphManager, Oracle]] = {
     "clipped, ring": (ClippedGossip(1.5), RingGraph(N, peers_per_itr=2), clipped(1.5)),
     "clipped, pairs": (ClippedGossip(2.0), DynamicBipartiteExponentialGraph(N), clipped(2.0)),
+    "trimmed, all": (TrimmedMean(0.2), CompleteGraph(N, peers_per_itr=N - 1), trimmed(0.2)),
+    "trimmed, all but one": (TrimmedMean(0.4), CompleteGraph(N, peers_per_itr=N - 1), trimmed(0.4)),
+    "trimmed, ring": (TrimmedMean(0.3), RingGraph(N, peers_per_itr=2), trimmed(0.3)),
 }
 
 
@@ -133,7 +150,7 @@ def test_a_model_that_is_not_finite_is_left_out_and_named_once(
     with caplog.at_level(logging.WARNING, logger="gossip_modules.nonfinite"):
         found = by_threads(algorithm, graph, x, 4)
     assert np.isfinite(np.delete(found, 2, axis=0)).all()
-    told = [record.getMessage() for record in caplog.records]
+    told = [record.getMessage() for record in caplog.records if record.name == "gossip_modules.nonfinite"]
     assert told
     assert all("the model of rank 2 in round" in text for text in told)
     assert len(told) == len({text.partition(":")[0] for text in told}), "a rank names it once"
@@ -223,7 +240,7 @@ def accuracy(algorithm: Algorithm, lie: str = "") -> float:
     return min(float((score.argmax(1) == task.labels).float().mean()) for score in scores)
 
 
-ROBUST = [ClippedGossip(0.05)]
+ROBUST = [ClippedGossip(0.05), TrimmedMean(0.3)]
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -241,3 +258,29 @@ def test_training_beside_a_rank_that_lies_is_within_a_point_of_training_without(
 def test_a_radius_is_a_positive_number(radius: Any) -> None:
     with pytest.raises(ValueError, match=r"got radius=.*, expected a positive number"):
         ClippedGossip(radius)
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.5, math.nan, True, "1"])
+def test_a_share_is_below_a_half(share: Any) -> None:
+    with pytest.raises(ValueError, match=r"got share=.*, expected 0 <= share < 1/2"):
+        TrimmedMean(share)
+
+
+def test_a_rank_tells_once_that_it_leaves_out_none(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="gossip_modules.robust"):
+        by_threads(TrimmedMean(0.3), RingGraph(4, peers_per_itr=2), start()[:4], 3)
+        by_threads(TrimmedMean(0.3), CompleteGraph(5, peers_per_itr=4), start()[:5], 3)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 4
+    assert "TrimmedMean(share=0.3) leaves out none of 2 neighbours" in told[0]
+    assert "at least 4 neighbours" in told[0]
+
+
+def test_two_wrong_neighbours_of_seven_leave_each_entry_in_the_range_of_the_others() -> None:
+    """b = 2 of 7: ranks 0 and 1 send numbers that no honest rank has, of both signs."""
+    x = np.random.default_rng(1).standard_normal((8, D))
+    x[0], x[1] = 1e6, -1e6
+    graph = CompleteGraph(8, peers_per_itr=7)
+    honest = by_lab(TrimmedMean(0.3), MetropolisHastingsMixing(graph), x, 1)[2:]
+    assert (honest <= x[2:].max(0)).all()
+    assert (honest >= x[2:].min(0)).all()

@@ -35,6 +35,7 @@ from gossip_modules import (
     SparseLoCo,
     StreamingDiLoCo,
     TopK,
+    TrimmedMean,
 )
 from gossip_modules.extend import Algorithm, PushPull
 from gossip_modules.graph_manager import CompleteGraph, HypercubeGraph
@@ -90,6 +91,7 @@ def from_registry(name: str) -> dict[str, Any]:
         "choco": lambda: Choco(SignNorm(), step_size=0.45),
         "deepsqueeze": lambda: DeepSqueeze(SignNorm(), step_size=0.01),
         "clippedgossip": lambda: ClippedGossip(0.5),
+        "trimmedmean": lambda: TrimmedMean(0.3),
         "moniqua": lambda: Moniqua(theta=0.5),
     }
     if "sync_every" in inspect.signature(make).parameters:

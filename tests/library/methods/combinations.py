@@ -55,6 +55,7 @@ from gossip_modules import (
     SparseLoCo,
     Sparta,
     StreamingDiLoCo,
+    TrimmedMean,
 )
 from gossip_modules.extend import Algorithm
 from gossip_modules.methods import METHODS
@@ -92,6 +93,7 @@ ROWS: Mapping[str, Callable[[], Arguments]] = {
     "powergossip": lambda: {"push_sum": False, "algorithm": PowerGossip()},
     "sparta": lambda: {"push_sum": False, "algorithm": Sparta(0.7)},
     "clippedgossip": lambda: {"push_sum": False, "algorithm": ClippedGossip(2.0)},
+    "trimmedmean": lambda: {"push_sum": False, "algorithm": TrimmedMean(0.3)},
     "relaysgd": lambda: {"push_sum": False, "algorithm": RelaySGD()},
     "diloco": lambda: {"algorithm": DiLoCo(2, momentum=0.3)},
     "streamingdiloco": lambda: {"algorithm": StreamingDiLoCo(2, momentum=0.3)},

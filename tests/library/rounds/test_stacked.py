@@ -76,6 +76,7 @@ EXAMPLES: dict[type[Algorithm], list[Algorithm]] = {
     PowerGossip: [PowerGossip(), PowerGossip(rank=2, num_iterations=2)],
     Sparta: [Sparta(0.2)],
     ClippedGossip: [ClippedGossip(0.5)],
+    gm.TrimmedMean: [gm.TrimmedMean(0.3)],
     gm.KGT: [gm.KGT(3), gm.KGT(2, lr=0.7)],
     gm.ProxSkip: [gm.ProxSkip(0.5)],
 }
