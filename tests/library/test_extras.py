@@ -14,6 +14,7 @@ from tests.harness.pages import ROOT
 from tests.harness.scripts import module_output
 
 LIBRARY = Path(gm.__file__).parent
+SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.e2e
@@ -66,3 +67,15 @@ def test_commands_install_from_a_clone_as_the_package_is_on_no_index() -> None:
                     r"pip install .*gossip-modules(\[|$|`)", path.read_text(encoding="utf-8"), re.MULTILINE
                 )
                 assert not found, path
+
+
+def test_each_extra_that_a_command_installs_is_in_setup() -> None:
+    extras = set(re.findall(r'^ {8}"(\w+)": ', SETUP.partition("extras_require")[2], re.MULTILINE))
+    extras |= {"accelerate", "lightning", "transformers"}  # the keys of HOSTS
+    found: set[str] = set()
+    for folder in ("gossip_modules", "examples", "docs", "job_scripts"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".md", ".yaml"):
+                found |= set(re.findall(r"'\.\[(\w+)\]'", path.read_text(encoding="utf-8")))
+    assert {"mailbox", "mpi", "pairwise"} <= found
+    assert found <= extras
