@@ -203,6 +203,14 @@ def test_semi_sync() -> None:
 
 
 @pytest.mark.soak
+@needs("torchtitan")
+def test_torchtitan() -> None:
+    first, *others = outputs("with_torchtitan.py", 4)
+    assert number(r"to ([\d.]+), 49.3 MB between regions, which are 0.0e\+00 apart", first) < 1
+    assert others == ["", "", ""]
+
+
+@pytest.mark.soak
 @needs("transformers")
 def test_transformers() -> None:
     first, _ = outputs("with_trainer.py", 2)
