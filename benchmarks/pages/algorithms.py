@@ -40,7 +40,7 @@ def codes(rows: pd.DataFrame) -> str:
 
 def codes_said(rows: pd.DataFrame) -> str:
     """Return how many codecs pay, and the ratios of a few of them, in words."""
-    own = rows.set_index("name")
+    own = rows[rows["num_bytes"] < rows["plain_bytes"]].set_index("name")
     pays = {gbit: own[own[f"ratio_at_{gbit}_gbit"] > 1].index for gbit in (1, 10)}
     power, plain, sign = (own.loc[name] for name in ("PowerGossip, rank 1, 1 iteration", _BFLOAT16, "CHOCO, sign"))
     at_10 = f", at 10 Gbit/s {len(pays[10])}"

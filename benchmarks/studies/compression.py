@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.studies.computed import Cell, Computed
 from gossip_modules import QSGD, Choco, DeepSqueeze, Moniqua, PowerGossip, RandomK, RingGraph, SignNorm, TopK
-from gossip_modules.compression import Cast, Compressor
+from gossip_modules.compression import Absmax, Cast, ChunkTopK, Compressor, Identity, TwoBit
 from gossip_modules.extend import Algorithm, FlatBuffer, Mixer, PushPull
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
@@ -32,9 +32,10 @@ from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.traffic import PeerTraffic
 
 COMPRESSORS: tuple[Compressor, ...] = (
+    Identity(),  # two passes over memory, the unit of `lab.plan.CODE_PASSES`
     *(Cast(torch.bfloat16), Cast(torch.float16)),
     *(TopK(0.1), TopK(0.01), TopK(0.001), RandomK(0.1), RandomK(0.01)),
-    *(SignNorm(), SignNorm(None), QSGD(8), QSGD(4), QSGD(2)),
+    *(SignNorm(), SignNorm(None), QSGD(8), QSGD(4), QSGD(2), Absmax(8), Absmax(4, 32), ChunkTopK(64, values=TwoBit())),
 )
 ALGORITHMS: Mapping[str, Algorithm] = {
     "CHOCO, sign": Choco(SignNorm(), step_size=0.45),
