@@ -181,7 +181,7 @@ class Cast(Compressor):
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"got dtype={dtype}, expected torch.bfloat16 or torch.float16; take Identity() for all bits, and for "
-                "fewer bits a code that scales its values, such as QSGD(8): a cast to 8 bits loses all small ones"
+                "fewer bits a code that scales its values, such as BlockFloat(8): a cast to 8 bits loses all small ones"
             )
         self.dtype = dtype
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -240,6 +241,72 @@ class Absmax(_BlockCode):
 
     def __repr__(self) -> str:
         return f"Absmax(bits={self.bits}, block_size={self.block_size})"
+
+
+class BlockFloat(_BlockCode):
+    """C(x) = the nearest floating-point number of 8 or 4 bits, in each block in units of its largest magnitude M.
+
+    With 8 bits the numbers are those of E4M3: 4 bits of exponent and 3 of fraction, so entries keep about 4 binary
+    digits down to M / 2^15, where `Absmax` has even levels of M / 127. With 4 bits they are those of E2M1: 0, 1/2, 1,
+    3/2, 2, 3, 4 and 6, in units of M / 6. A block takes a float32 in addition. Nothing is random, and the mean of C(x)
+    is not the mean of x: take it with error feedback. If an entry is infinite or NaN, so is its whole block. Finite
+    entries beyond the range of float32 count as the largest float32.
+
+    The formats of Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023, arXiv 2310.10537, with a float32
+    as the scale of a block.
+
+    Args:
+        bits: the number of bits per entry; 8 (E4M3) or 4 (E2M1).
+        block_size: the number of entries per scale, a multiple of 8; the last block may be shorter.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> x, y = torch.randn(1000), torch.zeros(1000)
+        >>> code = BlockFloat(bits=4)
+        >>> message = code.message_like(x)  # 628 bytes
+        >>> code.compress(x, message)
+        >>> code.add_decompressed(message, y)
+    """
+
+    def __init__(self, bits: int = 8, block_size: int = 32) -> None:
+        if bits not in (4, 8) or not isinstance(bits, int):
+            raise ValueError(f"got bits={bits!r}, expected 8 (E4M3) or 4 (E2M1); for 2 bits use TwoBit or Absmax(2)")
+        self.bits = bits
+        self.block_size = checked_multiple_of_8("block_size", block_size)
+        self.largest = 448.0 if bits == 8 else 6.0
+        self.step = 1 / self.largest
+
+    def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        for start, stop, blocks in chunks(x, self._size(x.shape[-1])):
+            rows = in_blocks(_in_range_of_float32(x[..., start:stop]), blocks)
+            scales[..., blocks, :] = saturated(rows.abs().amax(-1, keepdim=True), LARGEST)
+            units = (rows / (scales[..., blocks, :] / self.largest).clamp_min_(_TINY)).float()
+            if self.bits == 8:
+                codes = units.to(torch.float8_e4m3fn).view(torch.uint8)
+            else:
+                places, is_negative = units.abs(), is_below(units, 0).view(torch.int8)
+                # The numbers are the values of a convex function at 0 to 7, so the place of a number is concave.
+                places = torch.minimum(torch.minimum(2 * places, places + 2), places / 2 + 4)
+                codes = places.round_().to(torch.int8).add_(is_negative, alpha=8).view(torch.uint8)
+            yield start, stop, codes.flatten(-2)
+
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        numbers = _numbers(self.bits, scales.dtype, scales.device)
+        return numbers.index_select(0, codes.flatten().int()).view(codes.shape).mul_(scales)
+
+    def __repr__(self) -> str:
+        return f"BlockFloat(bits={self.bits}, block_size={self.block_size})"
+
+
+@lru_cache(maxsize=16)
+def _numbers(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The number of each code of `BlockFloat`."""
+    if bits == 8:
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype).to(device)
+    positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=dtype, device=device)
+    return torch.cat([positive, -positive])
 
 
 class TwoBit(_BlockCode):

@@ -8,7 +8,19 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..algorithms.rda import RDA
-from ..compression import QSGD, Absmax, Cast, ChunkTopK, Compressor, Identity, RandomK, SignNorm, TopK, TwoBit
+from ..compression import (
+    QSGD,
+    Absmax,
+    BlockFloat,
+    Cast,
+    ChunkTopK,
+    Compressor,
+    Identity,
+    RandomK,
+    SignNorm,
+    TopK,
+    TwoBit,
+)
 from ..extras import MissingExtra, load
 from ..graph_manager import named_graphs
 from ..old_names import remedy_of_removed
@@ -19,7 +31,8 @@ from ..wrappers.choices import written
 from .written import read
 
 COMPRESSORS: Mapping[str, Callable[..., Compressor]] = {
-    kind.__name__: kind for kind in (SignNorm, TopK, RandomK, QSGD, Absmax, Cast, ChunkTopK, TwoBit, Identity)
+    kind.__name__: kind
+    for kind in (SignNorm, TopK, RandomK, QSGD, Absmax, BlockFloat, Cast, ChunkTopK, TwoBit, Identity)
 }
 """The compressors that a text may name, by class."""
 MERGES: Mapping[str, Callable[..., RDA]] = {"RDA": RDA}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.compression.compressor import Cast, Compressor, Identity
-from gossip_modules.compression.quantizer import QSGD, Absmax, SignNorm
+from gossip_modules.compression.quantizer import QSGD, Absmax, BlockFloat, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
 
 Array = NDArray[Any]
@@ -130,6 +130,22 @@ def absmax_oracle(x: Array, message: bytes, compressor: Any) -> Array:
         largest = np.abs(b).max().astype(np.float32)
         levels = np.rint(b * (np.float32(s) / (largest or np.float32(1))).astype(x.dtype))
         result.append(levels.astype(np.float64) * float(largest) / s)
+    return np.concatenate([np.empty(0), *result]).astype(x.dtype)
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3 = [0.0, *(m / 512 for m in range(1, 8)), *((1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8))][:-1]
+"""The positive numbers of the two formats; the last place of E4M3 is NaN."""
+
+
+def block_float_oracle(x: Array, message: bytes, compressor: Any) -> Array:
+    """The nearest number of the format, in units of the largest magnitude of the block."""
+    numbers, result = np.array(E4M3 if compressor.bits == 8 else E2M1), []
+    for b in blocks_of(x, compressor.block_size):
+        largest = float(np.abs(b).max().astype(np.float32)) or 1.0
+        units = np.abs(b).astype(np.float64) / largest * numbers[-1]
+        nearest = numbers[np.abs(units[:, None] - numbers).argmin(1)]
+        result.append(np.sign(b) * nearest * largest / numbers[-1])
     return np.concatenate([np.empty(0), *result]).astype(x.dtype)
 
 
@@ -251,6 +267,18 @@ def absmax_case(bits: int, block_size: int) -> Case:
     )
 
 
+def block_float_case(bits: int, block_size: int) -> Case:
+    """Half the distance to the next number: a share of the entry, and of the smallest number where that is more."""
+    share, least = (2**-4, 2**-10 / 448) if bits == 8 else (1 / 4, 1 / 4 / 6)
+
+    def error(x: Array) -> float:
+        blocks = blocks_of(x, block_size)
+        return sum(energy(np.maximum(share * abs(b), least * abs(b).max()).clip(max=abs(b))) for b in blocks) * 1.001
+
+    size = lambda d, i: 4 * math.ceil(d / block_size) + math.ceil(d * bits / 8)  # noqa: E731
+    return Case(lambda: BlockFloat(bits, block_size), size, block_float_oracle, error)
+
+
 CASES: dict[str, Case] = {
     "bfloat16": cast_case(torch.bfloat16, 2**-8),
     "float16": cast_case(torch.float16, 2**-11),
@@ -277,4 +305,6 @@ CASES: dict[str, Case] = {
     "8 bits, largest magnitude": absmax_case(8, 64),
     "4 bits, largest magnitude": absmax_case(4, 32),
     "2 bits, largest magnitude of large blocks": absmax_case(2, 1 << 18),
+    "8 bits, floating point": block_float_case(8, 32),
+    "4 bits, floating point": block_float_case(4, 64),
 }

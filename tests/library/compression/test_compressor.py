@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossip_modules.compression import ChunkTopK, TwoBit
 from gossip_modules.compression.compressor import Cast, Compressor
-from gossip_modules.compression.quantizer import QSGD, Absmax, SignNorm
+from gossip_modules.compression.quantizer import QSGD, Absmax, BlockFloat, SignNorm
 from gossip_modules.compression.sparsifier import RandomK, TopK
 from tests.library.compression.cases import CASES, energy, kept
 
@@ -339,6 +339,7 @@ def test_top_k_starts_over_where_the_sample_excludes_too_many() -> None:
         (lambda: ChunkTopK(9, 8), "got k=9, expected at most chunk_size=8; k are kept of each chunk"),
         (lambda: ChunkTopK(values="sign"), "got values='sign', expected a Compressor or None; pass e.g. TwoBit()"),  # type: ignore[arg-type]
         (lambda: QSGD(3), "got bits=3, expected 2, 4 or 8"),
+        (lambda: BlockFloat(2), "got bits=2, expected 8 (E4M3) or 4 (E2M1); for 2 bits use TwoBit or Absmax(2)"),
         (lambda: QSGD(8, 4), "got bucket_size=4, expected a positive multiple of 8"),
         (lambda: QSGD(8, seed=-1), "got seed=-1"),
     ],
