@@ -79,14 +79,20 @@ def signature(value: Any) -> str:
         kind = "" if parameter.annotation is parameter.empty else f": {inspect.formatannotation(parameter.annotation)}"
         shown.append(f"{stars}{parameter.name}{kind.replace(chr(39), '')}{_default(parameter)}")
     if inherited:
-        shown.append(f"others as {value.__base__.__name__}")
+        shown.append(f"others as {_base(value).__name__}")
     return f"({', '.join(shown)})"
+
+
+def _base(value: Any) -> Any:
+    """The nearest dataclass that a class derives from and that has a line of its own, or None."""
+    named = (*gossip_modules.__all__, *gossip_modules.extend.__all__)
+    bases = value.__mro__[1:] if isinstance(value, type) else ()
+    return next((base for base in bases if dataclasses.is_dataclass(base) and base.__name__ in named), None)
 
 
 def _inherited(value: Any) -> list[tuple[str, Any]]:
     """The arguments, with their defaults, that a dataclass has from a base that has a line of its own."""
-    base = getattr(value, "__base__", object)
-    if not (dataclasses.is_dataclass(base) and base.__name__ in gossip_modules.__all__):
+    if (base := _base(value)) is None:
         return []
     parameters = inspect.signature(base).parameters
     if not parameters.keys() <= inspect.signature(value).parameters.keys():  # it refuses some of them
