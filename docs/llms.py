@@ -32,19 +32,18 @@ WITHOUT_METHODS = ("MailMembership",)
 HEAD = """# gossip_modules
 
 > Decentralised (gossip) data-parallel training in PyTorch. Wrap a model in GossipDataParallel in place of
-> DistributedDataParallel: each rank keeps its own model, takes steps with its own gradients, and averages parameters
+> DistributedDataParallel: each rank has its own model and gradients, and averages parameters
 > with a few peers in every step, or with all every few steps. Install: `pip install .` in a clone.
 
 Rules that are easy to break:
 
 - One optimizer step is one round. The round runs at the first training forward after optimizer.step(); call nothing.
-- Every rank takes as many steps as the others. Where a rank leaves out a batch, call model.gossip_step() there.
+- Where a rank leaves out a batch, call model.gossip_step() there.
 - averaged(), averaged_state_dict(), average_(), consensus_distance(), settle() and the constructor are collective: call
   them on every rank, at the same point. Write `if rank == 0:` around the saving alone.
 - With several forwards in a step, put all but the last in `with model.no_sync():`.
 - Ranks have different models: save model.checkpoint(optimizer) by torch.distributed.checkpoint to resume, and
   averaged_state_dict() to use the model.
-- Errors say what was got, what was expected and what to write; docs/troubleshooting.md has messages.
 - With a Membership do not call init_process_group, unless one worker is a whole node.
 
 Pages: docs/choosing.md (which method); docs/guides/ training_loop.md, checkpoints.md, elasticity.md, mailbox.md,
