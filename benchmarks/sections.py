@@ -16,6 +16,7 @@ SECTIONS: Mapping[str, str] = {
     "uneven_workers": "worker_numbers",
     "outer_short": "outer_language",
     "outer_long": "outer_language",
+    "two_regions": "regions",
     "wire": "step_time",
     "hosts": "step_time",
 }

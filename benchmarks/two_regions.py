@@ -34,6 +34,7 @@ from benchmarks.cluster.processes import Fleet
 from benchmarks.cluster.trials import Trial
 from benchmarks.record import ROOT, append_rows
 from gossip_modules.lab.levels import SAME
+from gossip_modules.methods import read_algorithm
 from gossip_modules.regions import Regions
 
 _PORT = 29_400
@@ -122,8 +123,10 @@ class TwoRegions:
 
     def _measured(self, network: EmulatedNetwork, fleet: Fleet, level: dict[str, Any], number: int) -> dict[str, Any]:
         text = level["between"]
+        name = read_algorithm(text).method.name
+        name = name if name in ("ar", "sgp", "osgp") else text
         trial = Trial(
-            method=text if level["inside"] == SAME else between_nodes(text, self.hosts // 2),
+            method=name if level["inside"] == SAME else between_nodes(name, self.hosts // 2),
             number=number,
             num_steps=self.steps,
             compute_seconds=self.compute / 1e3,

@@ -36,6 +36,7 @@ from benchmarks.pages.records import RECORDS
 from benchmarks.pages.setup import SETUP
 from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING
+from benchmarks.pages.two_regions import TWO_REGIONS
 from benchmarks.pages.wire import WIRE
 from benchmarks.record import DTYPES, RESULTS, ROOT
 from benchmarks.sections import SECTIONS, address
@@ -53,6 +54,7 @@ EVERY: Mapping[str, Page] = {
     **MAILBOX,
     **ALGORITHMS,
     **GRAPH_STUDIES,
+    **TWO_REGIONS,
     "lab": lab_page(),
 }
 """All studies by name, in the order of the index, sections too."""
