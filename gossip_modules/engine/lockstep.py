@@ -126,9 +126,10 @@ class LockstepEngine(Engine):
         landing = flight if flight is not None and self._lands(flight, x) else None
         action = self.schedule.action(k)
         if rounds is not None and action is Action.GOSSIP:
-            rounds.k = k
             if self._has_own_times and not rounds.algorithm.is_due(k):
                 action = Action.SKIP
+            else:  # and no round is in flight any more, which would read the number
+                rounds.k = k
         mixer = None
         if action is not Action.SKIP:
             mixer = self.mixer if action is Action.GOSSIP else self._scheduled_average
