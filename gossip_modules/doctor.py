@@ -259,7 +259,7 @@ def _measure_links(transport: Transport, work: Workload) -> tuple[dict[Edge, flo
 
     # Equal on all ranks, as the results are. A size that is too small for the fastest link may be long on the slowest.
     while is_short() and size < _MAX_BYTES and max(seconds.values()) < _LARGER * _EXCHANGE_SECONDS:
-        size *= _LARGER
+        size = min(size * _LARGER, _MAX_BYTES)
         seconds = measure_link_times(graph, transport, num_bytes=size, num_repeats=_NUM_EXCHANGES, device=work.device)
     rates = {pair: 8 * size / max(seconds[pair] - round_trips[pair] / 2, seconds[pair] / 2) for pair in seconds}
     return round_trips, rates, size

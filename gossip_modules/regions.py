@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -66,7 +67,12 @@ class Regions:
 
     def of_rank(self, rank: int) -> int:
         """Return the number of the region of a rank."""
-        return next(number for number, region in enumerate(self.members) if rank in region)
+        return self._numbers[rank]
+
+    @cached_property
+    def _numbers(self) -> Mapping[int, int]:
+        """The number of the region of each rank."""
+        return {rank: number for number, region in enumerate(self.members) for rank in region}
 
     def separate(self, u: int, v: int) -> bool:
         """Return whether two ranks, u and v, are in different regions.

@@ -11,7 +11,9 @@ from benchmarks.faults.fault import FAULTS
 from benchmarks.faults.table import WRAPPERS, newest
 from benchmarks.faults.table import markdown as faults_markdown
 from benchmarks.pages.base import Page
+from benchmarks.pages.headline import rows_of
 from benchmarks.pages.markdown import grid, table
+from benchmarks.pages.study_tables import together
 
 
 def faults(rows: pd.DataFrame) -> str:
@@ -67,6 +69,30 @@ _STEP_COLUMNS = {
     "cpu_ratio_high": ("to", ".3f"),
     "cpu_over_ms": ("over, ms", ".2f"),
 }
+_CODES = {
+    "choco-sign": "CHOCO-SGD with signs",
+    "sgp-bf16": "SGP in bfloat16",
+    "powergossip": "PowerGossip",
+    "wagma": "WAGMA-SGD",
+    "ar": "AllReduceDataParallel",
+}
+
+
+def codes_said(rows: pd.DataFrame) -> str:
+    """Return in words the time of a step by methods with codes, as a share of DDP's and beside loops by hand."""
+    times = rows.set_index("method")["cpu_ms"]
+    own = times / times["ddp"]
+    found = [
+        f"{title} {own[name]:.2f}" + (f" (by hand {own[f'hand-{name}']:.2f})" if f"hand-{name}" in own else "")
+        for name, title in _CODES.items()
+    ]
+    return (
+        f"**Beside DistributedDataParallel on one machine, with 9.4 M parameters, a step takes this share of its CPU "
+        f"time: {together(found)}.** A link of such a machine costs nothing, so this is the price of codes where "
+        "they save nothing."
+    )
+
+
 _MODELS = {
     "mlp": "a tiny perceptron",
     "tensors": "1,000 small tensors",
@@ -155,6 +181,13 @@ busy cores. "Over, ms" is the median difference of the CPU times. "Library" is a
 row. "mlp" has six layers of 64, "tensors" 1,000 tensors of up to 16 numbers, "wide" 9.4 M parameters in eight
 tensors.""",
         parts=(
+            Page(
+                "Codes and narrow messages beside DistributedDataParallel",
+                "step_codes.csv",
+                codes_said(rows_of("step_codes.csv")),
+                _STEP_COLUMNS,
+                measures=("gossip_modules/compression", "gossip_modules/rounds", "gossip_modules/flat"),
+            ),
             Page(
                 "An outer step of DiLoCo before and after it computes in place",
                 "outer_step.csv",

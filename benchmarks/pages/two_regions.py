@@ -28,13 +28,14 @@ def summary(rows: pd.DataFrame) -> str:
     place = 1 + int((found["seconds"] < chosen["seconds"]).sum())
     within = int(((found["ratio"] - 1).abs() <= 0.15).sum())
     low, high = found["headers"].min(), found["headers"].max()
-    load = rows["load"].median()
+    load, count = rows["load"].median(), rows["repeat"].nunique()
+    repeats = "once" if count == 1 else f"{count} times"
     said = (
         f"**The doctor's choice, {chosen['method']} with {chosen['inside_region']} inside, has place {place} of "
         f"{len(found)} by measured time.** Predictions of {within} methods are within 15 % of the measured step, from "
         f"{found['ratio'].min():.2f} to {found['ratio'].max():.2f} times as long. The line counted {low:.1%} to "
-        f"{high:.1%} more bytes than `comm_stats()`: headers and acknowledgements. On the machine {load:.1f} processes "
-        "wanted one of its two cores."
+        f"{high:.1%} more bytes than `comm_stats()`: headers and acknowledgements. Each method was timed "
+        f"{repeats}. On the machine {load:.1f} processes wanted one of its {rows['cores'].iloc[0]} cores."
     )
     columns = {
         "inside_region": ("inside a region", "s"),
@@ -70,7 +71,7 @@ TWO_REGIONS: Mapping[str, Page] = {
 Two hosts in each of two regions have links of 1 Gbit/s; the regions have one line of 200 Mbit/s each way and a round
 trip of 20 ms. A step computes for 150 ms, and the model has 2.8 million parameters. The seconds to the target are the
 steps that the doctor's small models take, times the seconds of a step: predicted, or measured as the mean of the
-slowest rank. Figures are medians over repeats.""",
+slowest rank. Figures are medians if a method was timed several times.""",
         measures=("gossip_modules/doctor.py", "gossip_modules/lab", "gossip_modules/transport"),
         question=QUESTIONS[4],
         result="The doctor's choice for two regions stands beside the measured time of all its candidates.",

@@ -10,12 +10,13 @@ from typing import ClassVar
 import torch
 
 from ..flat.nonfinite import are_finite
-from ..flat.vector import in_chunks
+from ..flat.vector import SCRATCH_NUMEL
 from ..registry import Paper
 from ..rounds import Algorithm, Memory, Round, Vectors, is_number
 from .neighbour_models import exchange_models, log_refused
 
 _log = logging.getLogger("gossip_modules.robust")
+_ROUNDING = 1e-9  # of a share times a number of neighbours
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,12 @@ class TrimmedMean(Algorithm):
     So b neighbours that send wrong models, by a fault or on purpose, give no entry a value outside the values of the
     other neighbours. All that remain have equal weights, whatever W is. Different ranks leave out different values, so
     the mean of the models is not kept. Where b = 0, as with two neighbours, the round is a plain mean, and a warning of
-    the logger `gossip_modules.robust` says so once.
+    the logger `gossip_modules.robust` says so, once for each number of neighbours.
 
     A model with infinities or NaN is left out before d is counted, and a warning of the logger
     `gossip_modules.nonfinite` names its rank. Models travel in the dtypes of the parameters. Buffers, such as BatchNorm
-    statistics, are not sent.
+    statistics, are not sent. If several processes hold the model in shards, each leaves out the shards that are not
+    finite.
 
     Fang, Yang, Bajwa, "BRIDGE: Byzantine-resilient Decentralized Gradient Descent", IEEE Transactions on Signal and
     Information Processing over Networks 2022, arXiv 1908.08098, BRIDGE-T; a share of the neighbours in place of their
@@ -86,13 +88,14 @@ class TrimmedMean(Algorithm):
                 kept.append(theirs.x)
             else:
                 log_refused(v, m, own, theirs)
-        b = int(self.share * len(kept))
+        b = math.floor(self.share * len(kept) + _ROUNDING)
         if not b and neighbours and self.share:
             m.cached(("trims none", len(kept)), lambda: self._log_none(own.name, len(kept)))
         count = len(kept) - 2 * b
         change = m.scratch("difference")
         for target, x, *others in zip(change.parts, own.x.parts, *(each.parts for each in kept), strict=True):
-            for place, mine, *values in in_chunks(target, x, *others):
+            size = max(1, SCRATCH_NUMEL // (len(others) or 1))  # of a copy of all values, with their order
+            for place, mine, *values in zip(*(each.split(size) for each in (target, x, *others)), strict=True):
                 place.copy_(mine).mul_(-count)
                 if values:
                     ordered = torch.stack([value.to(place.dtype) for value in values]).sort(0).values

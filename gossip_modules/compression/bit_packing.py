@@ -53,7 +53,7 @@ def unpack(packed: Tensor, bits: int, num_codes: int, *, signed: bool = False) -
     """The codes that `pack` wrote: uint8 [..., num_codes], or int8 in two's complement when `signed`."""
     if bits == 8:
         return packed.view(torch.int8) if signed else packed
-    if packed.device.type == "cpu":  # where numpy takes half of torch's time
+    if packed.device.type == "cpu":  # where numpy is faster
         array = packed.numpy()
         if bits == 1 and not signed:
             return torch.from_numpy(np.unpackbits(array, axis=-1, count=num_codes, bitorder="little"))

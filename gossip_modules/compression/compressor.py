@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float64)
+_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # its bits
 _MAGNITUDE = 0x7FFF  # the bits of a number of 16 bits without its sign, in the order of magnitudes
 
 
@@ -191,7 +191,7 @@ class Cast(Compressor):
     def _encode(self, x: Tensor, message: Tensor, t: int) -> None:
         largest = torch.finfo(self.dtype).max
         narrow = message.view(self.dtype)
-        infinity = torch.tensor(math.inf, dtype=self.dtype).view(torch.int16).item()
+        infinity = _INFINITY[self.dtype]
         for start, stop, _ in chunks(x, 1):
             part, wider = narrow[..., start:stop], x[..., start:stop]
             if x.device.type == "cpu":  # which need not wait for the answer
@@ -245,7 +245,7 @@ def chunks(x: Tensor, block_size: int, *, cuts_blocks: bool = True) -> Iterator[
     """Cut the last dimension of x into chunks (start, stop, blocks) of whole blocks, or of a part of one long block.
 
     So temporary tensors stay small; on a CPU a chunk fits in the cache. All blocks of a chunk have the same size, and
-    starts are multiples of 8 if block_size is. Messages do not depend on where x is cut.
+    starts are multiples of 8 if block_size is. Messages do not depend on where x is cut, except by `QSGD`.
 
     Args:
         x: the vector, [..., d].

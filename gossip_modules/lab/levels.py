@@ -152,9 +152,15 @@ def advise_levels(found: Sequence[LevelPrediction]) -> tuple[LevelPrediction | N
                 f"{rival.step_seconds:.3f} s."
             )
     if chosen.inside == GRADIENTS:
-        text = chosen.prediction.plan.text
-        sentences.append(f"To train like this: GossipDataParallel(model, **regions.arguments(), algorithm={text})")
+        sentences.append(f"To train like this: {wrapping(chosen.prediction.plan)}")
     return chosen, tuple(sentences)
+
+
+def wrapping(plan: LabPlan) -> str:
+    """Return the line of Python that wraps `model` for a plan between regions, given `regions`."""
+    if plan.method.is_algorithm:
+        return f"GossipDataParallel(model, **regions.arguments(), algorithm={plan.text})"
+    return plan.method.example.replace("(model", "(model, **regions.arguments()", 1)
 
 
 def as_level_table(found: Sequence[LevelPrediction]) -> str:

@@ -15,6 +15,8 @@ from .messages import MessageBuffer, Received
 from .requests import Average, Gather, Mix, OpenRound, Reply, RoundLost
 from .vector import SentVector, Vector
 
+VERSION = 2  # of a saved round; from 2 on codes are taken off their vector before they are sent
+
 
 def can_be_saved(opened: OpenRound | None, memory: Memory) -> bool:
     """Whether `saved_round` can describe a round that has departed, with the memory of its algorithm.
@@ -48,6 +50,7 @@ def saved_round(opened: OpenRound, memory: Memory) -> dict[str, Any]:
     """
     v, request = opened.v, opened.request
     return {
+        "version": VERSION,
         "t": v.t,
         "k": opened.k,
         "averages": opened.averages,
@@ -69,11 +72,19 @@ def reopen(opened: OpenRound, saved: Mapping[str, Any], memory: Memory, x: FlatV
         saved: the result of `saved_round`.
         memory: the memory of the algorithm, whose scratch vectors are mutated.
         x: a vector with the layout of the model.
+
+    Raises:
+        ValueError: an earlier version of the library saved the round of a method with a compressor.
     """
+    request = opened.request
+    if isinstance(request, Gather) and request.message.code is not None and saved.get("version", 1) < VERSION:
+        raise ValueError(
+            f"got a checkpoint with a round of codes under way, of version {saved.get('version', 1)}, expected version "
+            f"{VERSION}: its vectors have another meaning now; save it with the earlier library after model.flush()"
+        )
     for name, parts in saved["scratch"].items():
         memory.scratch(name).set_(Vector(parts))
     opened.numbers = dict(saved["numbers"])
-    request = opened.request
     if isinstance(request, Gather):
         request.message.buffer.raw.copy_(saved["message"])
     opened.v.sent = None if saved["sent"] is None else Vector.of(_like(x, saved["sent"]))

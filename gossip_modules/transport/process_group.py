@@ -275,7 +275,7 @@ class ProcessGroupTransport(PointToPoint):
         chunks = list(gathered.view(self.world_size, -1).unbind())
         options = dist.distributed_c10d.AllgatherOptions()
         self._collective(lambda options: self.group.allgather([chunks], [message], options), options, what, x.nbytes)
-        self.count_on_ring((self.world_size - 1) * x.nbytes)
+        self.count_on_ring((self.world_size - 1) * x.nbytes, up=True)
         Staging.copy_back([(out, gathered)])
 
     def barrier(self, *, what: str) -> None:
@@ -285,13 +285,14 @@ class ProcessGroupTransport(PointToPoint):
         else:
             self._collective(self.group.barrier, dist.BarrierOptions(), what, 0)
 
-    def count_on_ring(self, num_bytes: int) -> None:
+    def count_on_ring(self, num_bytes: int, *, up: bool = False) -> None:
         """Count a collective along a ring; for collectives of torch over this group too.
 
         Args:
             num_bytes: the bytes that this rank sends.
+            up: see `on_ring`.
         """
-        self._count(num_bytes, on_ring(self.rank, self.world_size, num_bytes))
+        self._count(num_bytes, on_ring(self.rank, self.world_size, num_bytes, up=up))
 
     def _count(self, num_bytes: int, to: Mapping[int, int]) -> None:
         """Count the bytes of a collective; to: the bytes that this rank sends, by the rank that gets them."""

@@ -145,16 +145,18 @@ def _figures(counts: _Counts) -> dict[str, float]:
     return figures
 
 
-def on_ring(rank: int, world_size: int, num_bytes: int) -> dict[int, int]:
+def on_ring(rank: int, world_size: int, num_bytes: int, *, up: bool = False) -> dict[int, int]:
     """Return the bytes that a collective along a ring sends, by the rank that gets them.
 
-    Gloo sends to the rank below. NCCL chooses a ring by itself, which is taken to be in the order of ranks.
+    Gloo's sums go to the rank below, its gathers to the rank above. NCCL chooses a ring by itself, which is taken to be
+    in the order of ranks.
 
     Args:
         rank, world_size: the sender, and the number of ranks.
         num_bytes: the bytes that each rank sends.
+        up: whether a rank sends to the rank above.
     """
-    return {(rank - 1) % world_size: num_bytes} if world_size > 1 else {}
+    return {(rank + (1 if up else -1)) % world_size: num_bytes} if world_size > 1 else {}
 
 
 def down_tree(rank: int, world_size: int, num_bytes: int, *, source: int) -> dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
@@ -52,6 +53,7 @@ from gossip_modules.methods import METHODS
 from gossip_modules.methods.chosen import read_algorithm
 from gossip_modules.wrappers.base import GossipWrapper
 from tests.harness.ranks import run_ranks
+from tests.library.rounds.memories import memory_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "methods"
@@ -88,15 +90,39 @@ BILLION = re.findall(
 
 @pytest.mark.parametrize(("text", "memory", "sent"), BILLION, ids=[text.partition("(")[0] for text, _, _ in BILLION])
 def test_the_gigabytes_of_a_billion_parameters_are_computed(text: str, memory: str, sent: str) -> None:
-    """Of memory by the cell of the method's page, in models of 4 GB; of messages by the Lab, of 8 workers."""
+    """Of memory by the cell of the method's page, in models of 4 GB, less or more by the settings that it names; of
+    messages by the Lab, of 8 workers."""
     name = read_algorithm(text).method.name
     cell = re.findall(r"^\| memory beside the model \| (\w+)", PAGES[name], re.MULTILINE)[0]
-    assert float(memory) == 4 * ["none", "one", "two", "three"].index(cell)
+    by_settings = (2 if "all_reduce" in text else 0) - (1 if "momentum=0.0" in text else 0)
+    assert float(memory) == 4 * (["none", "one", "two", "three"].index(cell) + by_settings)
     setting = Setting(8, 10**9, Compute(1.0), Network("10 Gbit/s"))
     found = simulate(text, setting, Consensus(), target=1e-300, max_steps=60)
     period = int((re.findall(r"sync_every=(\d+)", text) or ["1"])[0])
     num_rounds = found.num_steps // period
     assert float(sent) == float(f"{found.rank_bytes / num_rounds / period / 1e9:.2g}")
+
+
+@pytest.mark.parametrize("text", [text for text, _, _ in BILLION if "sync_every" in text])
+def test_the_vectors_of_outer_methods_are_those_of_the_table(text: str) -> None:
+    """After two outer steps: vectors of the memory, scratches and the state of the outer optimizer."""
+    algorithm = replace(read_algorithm(text).algorithm, sync_every=1)
+
+    def body(group: dist.ProcessGroup) -> int:
+        wrapper = GossipDataParallel(nn.Linear(64, 64, bias=False), process_group=group, algorithm=algorithm)
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+        for _ in range(3):
+            wrapper(torch.ones(1, 64)).square().sum().backward()
+            optimizer.step()
+        memory = memory_of(wrapper)
+        kept = [*(entry.vector for entry in memory.entries.values()), *memory.scratches.values()]
+        states = [state.values() for one in memory.optimizers.values() for state in one.optimizer.state.values()]
+        tensors = [*(part for vector in kept for part in vector.parts), *(x for state in states for x in state)]
+        wrapper.close()
+        return sum(x.numel() for x in tensors if isinstance(x, torch.Tensor)) // 64**2
+
+    (memory,) = [float(memory) for shown, memory, _ in BILLION if shown == text]
+    assert run_ranks(2, body) == [memory / 4] * 2
 
 
 def test_the_table_of_a_billion_parameters_has_several_methods() -> None:

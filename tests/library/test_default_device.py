@@ -32,6 +32,7 @@ from gossip_modules import (
     TopK,
     gossip,
 )
+from gossip_modules.compression import BlockFloat
 from gossip_modules.extend import GossipWrapper
 from tests.harness.problems import fill_
 from tests.harness.ranks import run_ranks
@@ -77,6 +78,10 @@ FAMILIES: dict[str, tuple[Make, Callable[[], dict[str, Any]]]] = {
     "RelaySGD": (GossipDataParallel, lambda: {"algorithm": RelaySGD()}),
     "PowerGossip": (GossipDataParallel, lambda: {"algorithm": PowerGossip()}),
     "DiLoCo": (GossipDataParallel, lambda: {"algorithm": DiLoCo(sync_every=2)}),
+    "DiLoCo, codes in two phases": (
+        GossipDataParallel,
+        lambda: {"algorithm": DiLoCo(sync_every=2, compressor=BlockFloat(8, 8), collective="all_reduce")},
+    ),
     "NoLoCo": (GossipDataParallel, lambda: {"algorithm": NoLoCo(sync_every=2)}),
     "D2": (GossipDataParallel, lambda: {"algorithm": D2()}),
     "gradient tracking": (GossipDataParallel, lambda: {"algorithm": GradientTracking()}),

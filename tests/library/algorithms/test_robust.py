@@ -54,7 +54,7 @@ def trimmed(share: float) -> Oracle:
         w, new = mixing.matrix(t).double().numpy(), x.copy()
         for i in range(len(x)):
             values = np.sort(x[[j for j in range(len(x)) if i != j and w[i, j]]], axis=0)
-            b = math.floor(share * len(values))
+            b = math.floor(share * len(values) + 1e-9)
             new[i] = np.concatenate([x[i : i + 1], values[b : len(values) - b]]).mean(0)
         return new
 

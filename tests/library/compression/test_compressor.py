@@ -67,6 +67,19 @@ def test_round_trip_is_the_dense_oracle(name: str, dtype: torch.dtype, device: s
         np.testing.assert_allclose(target.cpu().numpy(), target_before - 0.25 * oracle, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_vector_of_several_chunks_is_the_dense_oracle(name: str) -> None:
+    """Blocks that are longer than a chunk, too; the largest entries are in the first chunk."""
+    compressor, x = CASES[name].make(), vector(300_001)
+    x[:10] *= 100
+    message, target, rest = compressor.message_like(x), torch.zeros_like(x), torch.empty_like(x)
+    compressor.compress(x, message, t=5, rest=rest)
+    compressor.add_decompressed(message, target)
+    oracle = CASES[name].oracle(x.numpy(), raw(message), compressor)
+    np.testing.assert_allclose(target.numpy(), oracle, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(rest.numpy(), (x - target).numpy(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_rest_has_the_bits_of_a_copy_that_the_message_is_taken_from(name: str, dtype: torch.dtype) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch import nn
 
+import gossip_modules as gm
+from gossip_modules import GossipDataParallel
 from gossip_modules.lab import Compute, Digits, LinkSpec, Network, Setting, simulate
 from gossip_modules.lab.levels import (
     GRADIENTS,
@@ -18,8 +23,11 @@ from gossip_modules.lab.levels import (
     methods_between,
     predict_levels,
     regions_as_workers,
+    wrapping,
 )
+from gossip_modules.lab.plan import LabPlan
 from gossip_modules.regions import Regions
+from tests.harness.ranks import solo_group
 
 NEAR, FAR, LINE = LinkSpec(1e10, 1e-4), LinkSpec(2e8, 0.01), 2e8
 ROWS = [[NEAR, NEAR, FAR, FAR], [NEAR, NEAR, FAR, FAR], [FAR, FAR, NEAR, NEAR], [FAR, FAR, NEAR, NEAR]]
@@ -87,3 +95,11 @@ def test_the_advice_is_the_fastest_of_both_levels() -> None:
     assert alone is not None
     assert sentence.startswith(f"Choose {alone.prediction.name} among all ranks: ")
     assert advise_levels([])[0] is None
+
+
+def test_each_advice_wraps_a_model() -> None:
+    regions = SimpleNamespace(arguments=dict)
+    names = {**vars(gm), "GossipDataParallel": partial(GossipDataParallel, process_group=solo_group())}
+    for text in methods_between(regions_as_workers(SITES, REGIONS)):
+        wrapper = eval(wrapping(LabPlan.of(text)), {**names, "regions": regions, "model": nn.Linear(2, 2)})
+        wrapper.close()
