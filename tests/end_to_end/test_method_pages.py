@@ -106,7 +106,7 @@ def test_the_gigabytes_of_a_billion_parameters_are_computed(text: str, memory: s
 @pytest.mark.parametrize("text", [text for text, _, _ in BILLION if "sync_every" in text])
 def test_the_vectors_of_outer_methods_are_those_of_the_table(text: str) -> None:
     """After two outer steps: vectors of the memory, scratches and the state of the outer optimizer."""
-    algorithm = replace(read_algorithm(text).algorithm, sync_every=1)
+    algorithm = replace(read_algorithm(text).made, sync_every=1)
 
     def body(group: dist.ProcessGroup) -> int:
         wrapper = GossipDataParallel(nn.Linear(64, 64, bias=False), process_group=group, algorithm=algorithm)
