@@ -230,7 +230,7 @@ class Absmax(_BlockCode):
         self.step = 1 / self.num_levels
 
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
-        for start, stop, units in _in_units_of_largest(x, scales, self.block_size):
+        for start, stop, units in _in_units_of_largest(x, scales, self._size(x.shape[-1])):
             # Where the scale is not finite, all levels give NaN or infinity.
             yield start, stop, units.mul_(self.num_levels).round_().to(torch.int8).flatten(-2)
 
@@ -277,7 +277,7 @@ class BlockFloat(_BlockCode):
         self.step = 1 / self.largest
 
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
-        for start, stop, shares in _in_units_of_largest(x, scales, self.block_size):
+        for start, stop, shares in _in_units_of_largest(x, scales, self._size(x.shape[-1])):
             units = shares.mul_(self.largest).float()
             if self.bits == 8:
                 codes = units.to(torch.float8_e4m3fn).view(torch.uint8)

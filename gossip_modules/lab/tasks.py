@@ -170,7 +170,7 @@ class Quadratics(Problem):
         ValueError: a number is out of range.
 
     >>> problem = Quadratics()
-    >>> problem.error(torch.zeros(4, 8)), problem.error(problem.optimum(4).expand(4, -1))
+    >>> round(problem.error(torch.zeros(4, 8)), 12), problem.error(problem.optimum(4).expand(4, -1))
     (1.0, 0.0)
     """
 
