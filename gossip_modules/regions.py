@@ -78,7 +78,8 @@ class Regions:
         """Return whether two ranks, u and v, are in different regions.
 
         Args:
-            u, v: the ranks.
+            u: a rank.
+            v: another rank.
         """
         return self.of_rank(u) != self.of_rank(v)
 
