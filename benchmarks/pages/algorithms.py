@@ -86,7 +86,7 @@ ALGORITHMS: Mapping[str, Page] = {
         setup="""\
 The vector is as long as the parameters of ResNet-18. The rows with a method compress a ResNet-18 with its buffers. A
 ratio is the time that the saved bytes take on the link, over encoding plus decoding: compression pays above 1. Times
-are medians of the processor time of one thread, on a machine that was busy with other work.""",
+are medians of the processor time of one thread.""",
         question="How many rounds and bytes?",
         result=codes_said(rows_of("compression.csv")).partition("**")[2].partition("**")[0],
     ),

@@ -10,7 +10,7 @@ from torch import Tensor
 def is_below(x: Tensor, bound: float) -> Tensor:
     """Return x < bound, bool, for float32 or float64 numbers; False for NaN."""
     if x.device.type == "cpu":
-        return torch.from_numpy(np.less(x.numpy(), bound))
+        return torch.from_numpy(np.less(x.detach().numpy(), bound))
     return x < bound
 
 
