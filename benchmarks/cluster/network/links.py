@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -135,19 +136,27 @@ class EmulatedNetwork:
         rates, num_regions = links.rates(len(self.hosts)), links.num_regions
         ranks, regions = range(len(self.hosts)), range(num_regions)
         bridges = {DATA: [f"{DATA}-bridge-{region}" for region in regions], CONTROL: [f"{CONTROL}-bridge"]}
-        lines = []
+        lines, ports = [], []
         for bridge in [*bridges[DATA], *bridges[CONTROL]]:
-            lines += [f"link add {bridge} type bridge", f"link set {bridge} up"]
+            lines += [f"link add {bridge} type bridge mcast_snooping 0", *_up(bridge)]
         for rank, host in enumerate(self.hosts):
             for interface, network in NETWORKS.items():
                 port, own = f"{interface}-{rank}", bridges[interface]
                 bridge = own[region_of(rank, len(self.hosts), len(own))]
                 cable = f"type veth peer name {interface} address {_hardware_address(network, rank)} netns {host}"
-                lines += [f"link add {port} {cable}", f"link set {port} master {bridge} up"]
+                lines += [f"link add {port} {cable}", *_up(port, bridge)]
+                # A bridge sends a first frame to all ports, the line too, where it does not know the receiver's.
+                ports.append(f"fdb add {_hardware_address(network, rank)} dev {port} master static")
         if links.line is not None:
             for region, bridge in zip(regions, bridges[DATA], strict=True):
-                lines += [f"tuntap add dev {_line(region)} mode tap", f"link set {_line(region)} master {bridge} up"]
+                lines += [f"tuntap add dev {_line(region)} mode tap", *_up(_line(region), bridge)]
+                ports += [
+                    f"fdb add {_hardware_address(NETWORKS[DATA], rank)} dev {_line(region)} master static"
+                    for rank in ranks
+                    if region_of(rank, len(self.hosts), num_regions) != region
+                ]
         namespaces.run_batch(switch, lines)
+        namespaces.run_batch(switch, ports, tool="bridge")
         if links.line is not None:
             for region in regions:
                 _shape(switch, _line(region), links.line.rate)
@@ -155,7 +164,7 @@ class EmulatedNetwork:
         for rank, (host, rate) in enumerate(zip(self.hosts, rates, strict=True)):
             lines = ["link set lo up"]
             for interface, network in NETWORKS.items():
-                lines += [f"address add {_address(network, rank)}/24 dev {interface}", f"link set {interface} up"]
+                lines += [f"address add {_address(network, rank)}/24 dev {interface}", *_up(interface)]
                 # No ARP: on a busy machine its answers come too late for n^2 first connections.
                 lines += [
                     f"neighbour add {_address(network, other)} lladdr {_hardware_address(network, other)} "
@@ -220,6 +229,14 @@ class EmulatedNetwork:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _up(interface: str, bridge: str = "") -> list[str]:
+    """Return what starts an interface, without IPv6 multicasts of the kernel, which would count as the hosts' bytes."""
+    lines = [f"link set {interface} addrgenmode none"] if os.path.exists("/proc/net/if_inet6") else []
+    if bridge:
+        lines.append(f"link set {interface} master {bridge}")
+    return [*lines, f"link set {interface} up"]
 
 
 def _address(network: int, rank: int) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 COMMAND_SECONDS = 20.0
-"""For every `ip` and `tc` call; they take milliseconds."""
+"""For every call of `ip`, `tc` and `bridge`; they take milliseconds."""
 NAMESPACES = Path("/run/netns")
 """Where iproute2 keeps them by name."""
 _NEW_NAMES, _NEW_NETWORK = 0x0400_0000, 0x4000_0000  # CLONE_NEWUTS and CLONE_NEWNET of <sched.h>
@@ -34,7 +34,7 @@ def require() -> None:
     Raises:
         ClusterUnavailableError: not root, or no iproute2.
     """
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "bridge") if shutil.which(tool) is None]
     if missing:
         raise ClusterUnavailableError(
             f"got no {' and no '.join(missing)}, expected iproute2: install it (Debian: apt-get install iproute2)"
@@ -55,13 +55,13 @@ def or_exit() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def run_batch(namespace: str, lines: Sequence[str]) -> None:
-    """Run many commands of `ip` in a namespace at once; raises as `run`."""
-    run("ip", "-n", namespace, "-batch", "-", text="\n".join(lines))
+def run_batch(namespace: str, lines: Sequence[str], *, tool: str = "ip") -> None:
+    """Run many commands of `ip` or `bridge` in a namespace at once; raises as `run`."""
+    run(tool, "-n", namespace, "-batch", "-", text="\n".join(lines))
 
 
 def run(*command: str, text: str = "") -> str:
-    """Run `ip` or `tc`; its output.
+    """Run `ip`, `tc` or `bridge`; its output.
 
     Args:
         command: and its arguments.

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -293,7 +293,7 @@ def test_command_line() -> None:
     ("name", "stand_in", "expected"),
     [
         ("os.geteuid", lambda: 1000, "got user id 1000, expected root.*run with sudo"),
-        ("shutil.which", lambda tool: None, "got no ip and no tc, expected iproute2: install it"),
+        ("shutil.which", lambda tool: None, "got no ip and no tc and no bridge, expected iproute2: install it"),
     ],
 )
 def test_missing_tools_are_named_in_one_line(
@@ -485,27 +485,25 @@ def test_the_line_between_regions_adds_its_round_trip_and_counts_its_bytes() -> 
     if not os.path.exists("/dev/net/tun"):
         pytest.skip("the kernel has no TAP devices")
     python = [sys.executable, "-S", "-c"]
-    with EmulatedNetwork(4, LinkRates(1e9, num_regions=2, line=RegionLine(1e8, 0.06))) as network:
-        servers = []
+    with (
+        EmulatedNetwork(4, LinkRates(1e9, num_regions=2, line=RegionLine(1e8, 0.06))) as network,
+        ExitStack() as servers,
+    ):
         for host in (1, 2):
             command = ["ip", "netns", "exec", network.hosts[host], *python, ECHO, network.address(host)]
-            servers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            assert servers[-1].stdout is not None
-            assert servers[-1].stdout.readline() == "listening\n"
+            server = servers.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            servers.callback(server.kill)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "listening\n"
 
         def ping(host: int) -> float:
             return float(namespaces.run("ip", "netns", "exec", network.hosts[0], *python, PING, network.address(host)))
 
-        before = line_bytes(network.switch, 0)
         ping(1)
-        assert line_bytes(network.switch, 0) == before  # inside a region nothing is on the line
+        assert line_bytes(network.switch, 0) == 0  # inside a region nothing is on the line
         assert ping(2) >= 0.06
-        assert line_bytes(network.switch, 0) > before
+        assert line_bytes(network.switch, 0) > 0
         assert line_bytes(network.switch, 1) > 0
-    for server in servers:
-        server.wait()
-        assert server.stdout is not None
-        server.stdout.close()
 
 
 HOLD = """
