@@ -89,7 +89,7 @@ class TrimmedMean(Algorithm):
             else:
                 log_refused(v, m, own, theirs)
         b = math.floor(self.share * len(kept) + _ROUNDING)
-        if not b and neighbours and self.share:
+        if not b and kept and self.share:
             m.cached(("trims none", len(kept)), lambda: self._log_none(own.name, len(kept)))
         count = len(kept) - 2 * b
         change = m.scratch("difference")

@@ -276,6 +276,17 @@ def test_a_rank_tells_once_that_it_leaves_out_none(caplog: pytest.LogCaptureFixt
     assert "at least 4 neighbours" in told[0]
 
 
+def test_a_rank_without_a_finite_neighbour_does_not_tell_of_neighbours(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 of two hears NaN only: nobody is left that may move it."""
+    x = start()[:2]
+    x[1] = math.nan
+    with caplog.at_level(logging.WARNING, logger="gossip_modules.robust"):
+        found = by_lab(TrimmedMean(0.3), MetropolisHastingsMixing(RingGraph(2)), x, 2)
+    np.testing.assert_array_equal(found[0], x[0])
+    told = [record.getMessage() for record in caplog.records if record.name == "gossip_modules.robust"]
+    assert not [text for text in told if text.startswith("rank 0:")]
+
+
 def test_two_wrong_neighbours_of_seven_leave_each_entry_in_the_range_of_the_others() -> None:
     """b = 2 of 7: ranks 0 and 1 send numbers that no honest rank has, of both signs."""
     x = np.random.default_rng(1).standard_normal((8, D))
