@@ -49,7 +49,7 @@ from .lab.clock import TCP_SHARE, Compute, LinkSpec, Network
 from .lab.comparison import show
 from .lab.levels import SAME, LevelPrediction, advise_levels, as_level_table, predict_levels
 from .lab.plan import LabPlan, Setting
-from .lab.planner import Advice, Prediction, advise, as_table, simulate
+from .lab.planner import Advice, Prediction, advise, as_table, code_advice, simulate
 from .lab.tasks import Digits
 from .matcha.link_times import measure_link_times, median_exchange, seconds_of_links
 from .regions import FoundRegions, Regions, find_regions
@@ -474,10 +474,13 @@ def plan(measured: Measurements, work: Workload, methods: Sequence[str], *, seco
     show("")
     if not predictions:
         return Forecast(left_out=left_out)
-    if not levels:
-        return Forecast(predictions, advise(predictions, setting), left_out)
-    chosen, sentences = advise_levels(levels)
-    return Forecast(predictions, Advice(chosen and chosen.prediction, sentences), left_out, levels)
+    if levels:
+        chosen, sentences = advise_levels(levels)
+        advice = Advice(chosen and chosen.prediction, sentences)
+    else:
+        advice = advise(predictions, setting)
+    advice = replace(advice, sentences=(*advice.sentences, code_advice(setting)))
+    return Forecast(predictions, advice, left_out, levels)
 
 
 def as_text(measured: Measurements, work: Workload, found: Forecast) -> str:

@@ -71,8 +71,12 @@ The page has later times of another processor. For `SignNorm`, `QSGD` and `Absma
 the ratio of later and earlier times on that one. `BlockFloat` was measured beside `Absmax`, and has no row there.
 """
 UNKNOWN_PASSES = (10.0, 4.0)
+DELTA_PASSES = (9.5, 4.0)
+"""Of `deltas=True`, beside those of `Cast`: of a vector whose changes take 4 bits, the processor time of
+`rounds.deltas.Changes`, scaled as the encoding and the decoding of the other codes were on the same machine."""
 _MEMORY_PASSES = 3.0  # of error feedback or public copies, beside the code itself
 _OUTER_PASSES = 10.0  # the drift, the outer optimizer with a momentum, and the new model: measured on a cluster
+_SIDE = 512  # of the matrices of a model that is not there
 _MAX_PERIOD = 100_000  # steps in which a round is looked for
 
 
@@ -430,12 +434,9 @@ class PlanRun:
             num_bytes = measured_share(sender, self.models, self.setting) * size
             if num_bytes == size:
                 return self.links.plain_message(size)
-        passes = 0.0 if code is None else _MEMORY_PASSES
         kinds = type(getattr(sender, "compressor", None)), type(sender)
-        encode, decode = next((CODE_PASSES[kind] for kind in kinds if kind in CODE_PASSES), UNKNOWN_PASSES)
-        one_pass = self.links.memory_seconds(size)
-        # A worker hears itself as well.
-        return MessageCost(num_bytes, (encode + decode + passes) * one_pass, decode * one_pass)
+        passes = next((CODE_PASSES[kind] for kind in kinds if kind in CODE_PASSES), UNKNOWN_PASSES)
+        return _own_message(self.links, size, num_bytes, passes, has_memory=code is not None)
 
     # The wrappers of this library, which are no algorithms.
 
@@ -451,8 +452,7 @@ class PlanRun:
         size = self.model_bytes + self.buffer_bytes
         if plan.wire_dtype is not None:
             code, dtype = Cast(plan.wire_dtype), torch.float32 if self.setting.num_parameters else self.models.x.dtype
-            encode, decode = (passes * links.memory_seconds(size) for passes in CODE_PASSES[Cast])
-            message = MessageCost(float(code.num_bytes(int(size / dtype.itemsize), dtype)), encode, decode)
+            message = _message(links, size, code.num_bytes(int(size / dtype.itemsize), dtype), CODE_PASSES[Cast])
         clock = (OverlapClock if overlap else StepClock)(compute, links, message, model_bytes=size)
         driver = Stacked(DPSGD(), mixing, overlap=overlap, wire_dtype=plan.wire_dtype)
         return Running(driver, clock, plan.schedule)
@@ -529,6 +529,42 @@ _RUNS: Mapping[str, Callable[[PlanRun], Running]] = {
 """The methods that are no algorithms, by name."""
 
 
+def _message(links: WorkerLinks, size: float, num_bytes: float, passes: tuple[float, float]) -> MessageCost:
+    """Return the cost of a message whose encoding and decoding take so many passes over a vector of `size` bytes."""
+    encode, decode = (each * links.memory_seconds(size) for each in passes)
+    return MessageCost(float(num_bytes), encode, decode)
+
+
+def _own_message(
+    links: WorkerLinks, size: float, num_bytes: float, passes: tuple[float, float], *, has_memory: bool
+) -> MessageCost:
+    """Return the cost of a message that its sender decodes too; a memory takes further passes: see `_message`."""
+    encode, decode = passes
+    return _message(links, size, num_bytes, (encode + decode + _MEMORY_PASSES * has_memory, decode))
+
+
+def code_costs(links: WorkerLinks, size: float) -> Mapping[str, MessageCost]:
+    """Return the cost of a message by each code, and with deltas, which are taken to send no bytes at all.
+
+    Args:
+        links: the links of the workers.
+        size: the bytes of the model, float32.
+    """
+    d, costs = int(size / torch.float32.itemsize), dict[str, MessageCost]()
+    for name, text in CODES.items():
+        code = read_compressor(text)
+        num_bytes, passes = code.num_bytes(d, torch.float32), CODE_PASSES[type(code)]
+        is_wire = isinstance(code, Cast)
+        make = _message if is_wire else partial(_own_message, has_memory=True)
+        costs[name] = make(links, size, num_bytes, passes)
+    shares = {Moniqua: 1 / torch.float32.itemsize, PowerGossip: 1 / _SIDE}
+    for kind, share in shares.items():
+        costs[kind.__name__] = _own_message(links, size, share * size, CODE_PASSES[kind], has_memory=False)
+    encode, decode = (a + b for a, b in zip(CODE_PASSES[Cast], DELTA_PASSES, strict=True))
+    costs["deltas"] = _message(links, size, 0.0, (encode, decode))
+    return costs
+
+
 def own_pace(method: OwnPace) -> Running:
     """Return a method that is its own driver and clock."""
     return Running(method, method)
@@ -552,7 +588,7 @@ def measured_share(algorithm: Algorithm, models: Models, setting: Setting) -> fl
     """
     if isinstance(algorithm, Periodic):
         return 1.0
-    shapes = models.shapes if setting.num_parameters is None else [torch.Size((512, 512))]
+    shapes = models.shapes if setting.num_parameters is None else [torch.Size((_SIDE, _SIDE))]
     num_elements = sum(shape.numel() for shape in shapes)
     driver = Stacked(algorithm, MetropolisHastingsMixing(RingGraph(2)), shapes=shapes)
     draw = torch.Generator().manual_seed(0)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ..registry import METHODS
 from ..schedule import Schedule
 from ..wrappers.choices import written
 from .comparison import LabTraining
-from .plan import CODES, LabPlan, Setting
+from .plan import CODES, LabPlan, Setting, code_costs
 from .tasks import Problem
 
 MAX_STEPS = 320
@@ -351,6 +351,76 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             "(in a clone, on one machine; for several see job_scripts/)"
         )
     return Advice(chosen, tuple(sentences))
+
+
+class CodeGain(NamedTuple):
+    """The gain of a code in a message of a model to one neighbour, beside the message without a code.
+
+    name: the short name of the code.
+    saved_bytes: the bytes less on the wire.
+    saved_seconds: the time less on the slowest link.
+    spent_seconds: the time more of encoding and decoding.
+    """
+
+    name: str
+    saved_bytes: float
+    saved_seconds: float
+    spent_seconds: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether a message takes less time with the code."""
+        return self.saved_seconds > self.spent_seconds
+
+    @property
+    def break_even_bit_s(self) -> float:
+        """The bits of payload per second of a link on which the code saves as much time as it takes."""
+        return 8 * self.saved_bytes / self.spent_seconds
+
+
+def code_gains(setting: Setting) -> list[CodeGain]:
+    """Return the gain of each code, and of deltas, on the links of a setting; the one for the fastest links first.
+
+    Raises:
+        ValueError: the setting has no size of the model.
+    """
+    if setting.num_parameters is None:
+        raise ValueError("got num_parameters=None, expected the number of float32 parameters of the model")
+    size, links = 4.0 * setting.num_parameters, setting.network.on(np.arange(setting.world_size))
+    plain = links.plain_message(size)
+    gains = []
+    for name, coded in code_costs(links, size).items():
+        saved = plain.num_bytes - coded.num_bytes
+        spent = coded.encode_seconds + coded.decode_seconds - plain.encode_seconds - plain.decode_seconds
+        gains.append(CodeGain(name, saved, links.wire_seconds(saved), spent))
+    return sorted(gains, key=lambda gain: gain.break_even_bit_s, reverse=True)
+
+
+def code_advice(setting: Setting) -> str:
+    """Return a sentence on whether a code or deltas pay: the time of passes over memory beside the time on a link.
+
+    Args:
+        setting: the cluster, with the number of parameters; see `code_gains`.
+
+    >>> from .clock import Compute, Network
+    >>> [code_advice(Setting(8, 10**7, Compute(0.1), Network(link)))[:30] for link in ("1 Gbit/s", "400 Gbit/s")]
+    ['Codes pay on links below 38 Gb', 'No code and no deltas pay on t']
+    """
+    gains = code_gains(setting)
+    nearest, best = gains[0], max(gains, key=lambda gain: gain.saved_seconds - gain.spent_seconds)
+    wire = setting.network.on(np.arange(setting.world_size)).wire_seconds(4.0 * (setting.num_parameters or 0))
+    limit = f"{nearest.break_even_bit_s / 1e9:.2g} Gbit/s"
+    if not any(gain.pays for gain in gains):
+        return (
+            f"No code and no deltas pay on these links: a model takes {1e3 * wire:.3g} ms on the slowest one, and "
+            f"{nearest.name} would save {1e3 * nearest.saved_seconds:.3g} ms of them for "
+            f"{1e3 * nearest.spent_seconds:.3g} ms of encoding and decoding. Codes begin to pay below {limit}."
+        )
+    return (
+        f"Codes pay on links below {limit}: {best.name} saves {1e3 * best.saved_seconds:.3g} of the {1e3 * wire:.3g} "
+        f"ms that a model takes on the slowest link, for {1e3 * best.spent_seconds:.3g} ms of encoding and decoding. "
+        "The steps that a code costs are not in these times."
+    )
 
 
 def recipe_options(plan: LabPlan, setting: Setting) -> str:

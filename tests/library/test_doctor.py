@@ -19,7 +19,9 @@ from torch import nn
 
 from gossip_modules import doctor
 from gossip_modules.doctor import Measurements, Workload
-from gossip_modules.lab.clock import TCP_SHARE
+from gossip_modules.lab.clock import TCP_SHARE, Compute
+from gossip_modules.lab.plan import Setting
+from gossip_modules.lab.planner import code_gains
 from gossip_modules.methods import METHODS
 from gossip_modules.regions import Regions
 from gossip_modules.transport.process_group import ProcessGroupTransport
@@ -152,6 +154,40 @@ def test_methods_that_find_no_time_are_named() -> None:
     found = doctor.plan(measured, GIVEN, ["localsgd", "sgp", "ar"], seconds=0.0)
     assert len(found.predictions) == 1
     assert found.left_out == ["sgp, ar: no time was left; --seconds gives more"]
+
+
+@pytest.mark.parametrize("factor", [0.98, 1.02])
+def test_the_doctor_says_on_both_sides_of_the_limit_whether_codes_pay(factor: float) -> None:
+    """The payload rate of the limit: the code closest to paying saves 8 b / rate seconds and takes its passes."""
+    work = doctor.workload(None, 25_000, 0.01)
+
+    def planned(rate: float) -> doctor.Forecast:
+        measured = Measurements(("a", "b"), {(0, 1): 1e-4}, {(0, 1): rate}, ((0.01,), (0.01,)), 1e10)
+        return doctor.plan(measured, work, ["ar"], seconds=60)
+
+    network = Measurements(("a", "b"), {(0, 1): 1e-4}, {(0, 1): 1e9}, ((0.01,), (0.01,)), 1e10).network()
+    (nearest, *others) = code_gains(Setting(2, 25_000, Compute(0.01), network))
+    limit = nearest.break_even_bit_s
+    assert all(other.break_even_bit_s <= limit for other in others)
+    found = planned(factor * limit)
+    assert found.advice is not None
+    said = found.advice.sentences[-1]
+    assert said.startswith("Codes pay on links" if factor < 1 else "No code and no deltas pay on these links: a model")
+    assert f"below {limit / 1e9:.2g} Gbit/s" in said
+    assert said in doctor.as_json(replace(SITES, declared=Regions.of("0-3")), work, found)
+
+
+def test_the_passes_of_codes_are_those_of_the_clock() -> None:
+    """By hand: of 4 MB at 1 Gbit/s and 10 GB/s, bfloat16 saves 2 MB and takes 1.5 + 2.5 - 3 passes."""
+    network = Measurements(("a", "b"), {(0, 1): 0.0}, {(0, 1): 1e9}, ((1.0,), (1.0,)), 1e10).network()
+    gains = {gain.name: gain for gain in code_gains(Setting(2, 1_000_000, Compute(1.0), network))}
+    assert gains["bfloat16"].saved_seconds == pytest.approx(8 * 2e6 / 1e9)
+    assert gains["bfloat16"].spent_seconds == pytest.approx(1.0 * 4e6 / 1e10)
+    assert gains["bfloat16"].break_even_bit_s == pytest.approx(4e10)
+    assert gains["deltas"].saved_bytes == 4e6  # the most that they can save
+    assert gains["sign"].spent_seconds == pytest.approx((2.0 + 3.5 + 3.0 + 3.5 - 3.0) * 4e6 / 1e10)
+    with pytest.raises(ValueError, match="got num_parameters=None, expected the number of float32 parameters"):
+        code_gains(Setting(2, None, Compute(1.0), network))
 
 
 def test_pairs_that_were_not_measured_have_the_median_of_their_kind() -> None:
