@@ -25,6 +25,7 @@ from benchmarks.by_hand import (
     make_optimizer,
 )
 from gossip_modules.extend import GossipWrapper
+from gossip_modules.graph_manager import CompleteGraph
 
 
 class DDP(PlainLoop):
@@ -109,6 +110,12 @@ def _ring(model: nn.Module, **options: Any) -> PlainLoop:
     return _gossip(model, graph=gm.RingGraph(dist.get_world_size()), **options)
 
 
+def _all(model: nn.Module, **options: Any) -> PlainLoop:
+    """GossipDataParallel with all ranks as neighbours, without push-sum."""
+    n = dist.get_world_size()
+    return _gossip(model, graph=CompleteGraph(n, peers_per_itr=n - 1), push_sum=False, **options)
+
+
 CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
     "local": PlainLoop,
     "hand-sgp": BlockingSGP,
@@ -131,6 +138,10 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
     "wagma": lambda model: Wrapped(model, wrap=gm.GroupAverageDataParallel),
     "hand-sgp-bf16": NarrowSGP,
     "hand-choco-sign": SignChoco,
+    "clipped": lambda model: _gossip(model, algorithm=gm.ClippedGossip(1.0)),
+    "dpsgd-all": _all,
+    "clipped-all": partial(_all, algorithm=gm.ClippedGossip(1.0)),
+    "trimmed-all": partial(_all, algorithm=gm.TrimmedMean(0.4)),
 }
 STANDARDS: Mapping[str, str] = {
     "sgp": "hand-sgp",
@@ -146,5 +157,8 @@ STANDARDS: Mapping[str, str] = {
     "choco-sign": "ddp",
     "powergossip": "ddp",
     "wagma": "ddp",
+    "clipped": "dpsgd",
+    "clipped-all": "dpsgd-all",
+    "trimmed-all": "dpsgd-all",
 }
 """The method that each method is compared with; the other methods are compared with `local`."""
