@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.studies.attacks import ATTACK_STUDIES
 from benchmarks.studies.compression import COMPRESSION
 from benchmarks.studies.computed import Computed
 from benchmarks.studies.consensus import CONSENSUS
@@ -45,6 +46,7 @@ STUDIES: Mapping[str, Study] = {
     **REGIONS,
     **UNEVEN,
     **CROSSOVER,
+    **ATTACK_STUDIES,
 }
 """The studies by name."""
 COMPUTED: Mapping[str, Computed] = {**CONSENSUS, **UTILISATION, **GOODPUT, **LAB, **GRAPH_STUDIES, **COMPRESSION}

@@ -86,6 +86,7 @@ class Study:
         mixes_momentum: the names of the methods whose models have a `MixedMomentum`.
         train: trains once, by (study, task, values of `KEY`, seed), and returns the points of the curve by `COLUMNS`.
             A column may be missing. None: by `compare`.
+        more: further columns of the points, after `COLUMNS`.
     """
 
     task: Callable[..., StudyTask]
@@ -103,6 +104,12 @@ class Study:
     optimizers: Callable[[int], Mapping[str, MakeOptimizer]] = lambda workers: {}
     mixes_momentum: Collection[str] = ()
     train: Callable[[Study, StudyTask, Mapping[str, Any], int], list[dict[str, Any]]] | None = None
+    more: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the rows, after those of `record.PROVENANCE`."""
+        return (*COLUMNS, *self.more)
 
     def of(self, workers: Sequence[int]) -> Study:
         """Return the study with the cells of these numbers of workers only."""
@@ -166,7 +173,10 @@ class Trainings:
 
     def __init__(self, study: Study, path: Path, minutes: float, device: str = "cpu") -> None:
         self.study, self.path, self.end = study, path, time.monotonic() + 60 * minutes
-        self.rows, self.task = rows_in(path, COLUMNS), study.task(device=device) if study.has_device else study.task()
+        self.rows, self.task = (
+            rows_in(path, study.columns),
+            study.task(device=device) if study.has_device else study.task(),
+        )
         self.made = {name: value for name, value in provenance(0).items() if name in ("commit", "command")}
         if device != "cpu":
             self.study, self.made["machine"] = replace(study, by=""), torch.cuda.get_device_name(device)
@@ -221,7 +231,7 @@ class Trainings:
             found = self._twin(end) or self._train(key, seed)
             append_rows(self.path, found, seed=seed)
             print({name: found[-1][name] for name in (*KEY, "validation", "test", "cpu_seconds")}, flush=True)
-            self.rows = rows_in(self.path, COLUMNS)
+            self.rows = rows_in(self.path, self.study.columns)
             rows = matching(self.rows, end)
         score = float(rows["validation"].iloc[-1])
         return score if math.isfinite(score) else math.inf
@@ -239,7 +249,7 @@ class Trainings:
         began = time.process_time()
         found = (self.study.train or by_compare)(self.study, self.task, key, seed)
         own = {"data": self.task.data, "cpu_seconds": round(time.process_time() - began, 1)}
-        return [{**self.made, **dict.fromkeys(COLUMNS), **row, **key, **own} for row in found]
+        return [{**self.made, **dict.fromkeys(self.study.columns), **row, **key, **own} for row in found]
 
 
 def by_compare(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
