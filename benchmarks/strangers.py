@@ -1,19 +1,23 @@
 r"""Strangers at all ports of a job: recorded and altered messages while workers train, with and without a key.
 
-    python -m benchmarks.strangers  # 50,000 messages at each job, and the cost of the key
+    python -m benchmarks.strangers  # 50,000 messages at each port; as root, as it reads packets; resumes after an end
     python -m benchmarks.strangers --messages 2000 --repeats 1 --output quick.csv
 
-Three workers of a membership train on a ring, and two workers of dpwa keep one model. A stranger connects to each port
-and sends messages of a worker that it has recorded, as they were or with bytes changed, cut or added. With a key it
-also writes values of the store back, old or altered; without one this would be the end of the job, as the guide to
-security says.
+Three workers of a membership train on a ring, and two workers of dpwa keep one model. A stranger connects to one port
+of a new job and sends messages of a worker that it has recorded, as they were or with bytes changed, cut or added. With
+a key it also writes values of the store back, old or altered; without one this would be the end of the job, as the
+guide to security says. At the ports of Gloo it tries to connect, and sends 32 bytes where it can.
 
 `accepted` counts the messages that were answered as a worker's; at the ports of Gloo, the connections that took bytes.
 `changed` counts the recorded steps after which a model has other bits than in a run without strangers, of `compared`
-ones (dpwa: entries that have changed). Descriptors and memory are of all processes of the job together. `ratio` is the
-median time of a step under attack beside that of the same job before; where the port is "none", it is that of a job
-with the key beside one without, which train side by side. A stranger at full speed takes part of a core from training,
-with the key and without.
+ones (dpwa: entries that have changed, of `compared` ones). Descriptors and memory are of all processes of the job
+together, before and 11 s after the attack; those of the store itself are in columns of their own. `ratio` is the median
+time of a step under attack beside that of the same job before. A stranger at full speed takes part of a core from
+training, with the key and without.
+
+Where the port is "wire", a program reads all packets of a job of dpwa for 5 s: `messages` counts them, and `learnt`
+those that have numbers of the model, or the key. Where the port is "none", `ratio` is the median time of a step of a
+job with the key, or with TLS, beside that of one without, which train side by side.
 """
 
 from __future__ import annotations
@@ -26,22 +30,25 @@ import random
 import re
 import signal
 import socket
+import ssl
 import statistics
+import struct
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.record import ROOT, append_rows
+from benchmarks.record import ROOT, append_row, rows_in
 from gossip_modules import GossipDataParallel, Membership, PairwiseDataParallel, RingGraph
 from gossip_modules.dpwa.protocol import HEADER_BYTES, MessageHeader, MessageKind, ModelShape
 from gossip_modules.membership.liveness.contact import HELLO, Contact, Greeting, digest
@@ -52,6 +59,7 @@ EVERY = 50  # steps between two records of a model
 VALUE = 1234.5
 SECONDS = 60.0
 HOST = "127.0.0.1"
+SNIFF_SECONDS = 5.0
 
 
 def resources() -> tuple[int, int]:
@@ -92,13 +100,37 @@ def member(pipe: Connection, store: str) -> None:
             records, times = {}, []
 
 
-def pair(pipe: Connection, name: str, peers: dict[str, str]) -> None:
+def contexts(folder: str) -> dict[str, Any]:
+    """The arguments for TLS of a worker of dpwa, as the guide to security has them; none for an empty folder."""
+    if not folder:
+        return {}
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=f"{folder}/ca.pem")
+    server.verify_mode = ssl.CERT_REQUIRED
+    client = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=f"{folder}/ca.pem")
+    for context in (server, client):
+        context.load_cert_chain(f"{folder}/worker.pem", f"{folder}/worker.key")
+    return {"server_ssl": server, "client_ssl": client}
+
+
+def certify(folder: str) -> None:
+    """Make an authority, and a certificate for this host, in a folder."""
+    (Path(folder) / "worker.ext").write_text(f"subjectAltName=IP:{HOST}\n", encoding="utf-8")
+    new = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+    for command in (
+        f"req -x509 {new} -subj /CN=ca -keyout ca.key -out ca.pem",
+        f"req {new} -subj /CN=worker -keyout worker.key -out worker.csr",
+        "x509 -req -in worker.csr -CA ca.pem -CAkey ca.key -CAcreateserial -extfile worker.ext -out worker.pem",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True, timeout=30)
+
+
+def pair(pipe: Connection, name: str, peers: dict[str, str], folder: str) -> None:
     """Keep a model that is equal on both workers."""
     torch.set_num_threads(1)
     net = nn.Linear(100, 100)
     for parameter in net.parameters():
         nn.init.constant_(parameter, VALUE)
-    model = PairwiseDataParallel(net, name=name, peers=peers, timeout=timedelta(seconds=5))
+    model = PairwiseDataParallel(net, name=name, peers=peers, timeout=timedelta(seconds=5), **contexts(folder))
     optimizer, times = torch.optim.SGD(model.parameters(), lr=0.0), list[float]()
     while True:
         start = time.perf_counter()
@@ -109,7 +141,8 @@ def pair(pipe: Connection, name: str, peers: dict[str, str]) -> None:
         if pipe.poll(0):
             pipe.recv()
             changed = sum(int((parameter != VALUE).sum()) for parameter in net.parameters())
-            pipe.send({"times": times, "resources": resources(), "changed": changed})
+            compared = sum(parameter.numel() for parameter in net.parameters())
+            pipe.send({"times": times, "resources": resources(), "changed": changed, "compared": compared})
             times = []
 
 
@@ -119,16 +152,20 @@ class AttackedJob:
     Args:
         kind: "membership" or "dpwa".
         key: whether it has a key.
+        tls: whether its workers have certificates.
     """
 
-    def __init__(self, kind: str, *, key: bool) -> None:
-        self.kind, self.key = kind, KEY.encode() if key else None
+    def __init__(self, kind: str, *, key: bool, tls: bool = False) -> None:
+        self.kind, self.key, self.tls = kind, KEY.encode() if key else None, tls
         os.environ.pop(VARIABLE, None)
         if key:
             os.environ[VARIABLE] = KEY  # which the processes inherit
         self.server: subprocess.Popen[str] | None = None
         self.pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._folder = tempfile.TemporaryDirectory()
+        if tls:
+            certify(self._folder.name)
         spawn = multiprocessing.get_context("spawn")
         if kind == "membership":
             command = [sys.executable, "-m", "gossip_modules.membership.serve", "--host", HOST, "--port", "0"]
@@ -140,7 +177,7 @@ class AttackedJob:
             works: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(member, (f"{HOST}:{self.port}",))] * 3
         else:
             self.peers = {name: f"tcp://{HOST}:{free_port()}" for name in "ab"}
-            works = [(pair, (name, self.peers)) for name in "ab"]
+            works = [(pair, (name, self.peers, self._folder.name if tls else "")) for name in "ab"]
         for function, arguments in works:
             mine, theirs = spawn.Pipe()
             process = spawn.Process(target=function, args=(theirs, *arguments), daemon=True)
@@ -163,8 +200,12 @@ class AttackedJob:
         """The descriptors and the memory of all processes."""
         all_of = [each["resources"] for each in reports]
         if self.server is not None:
-            all_of.append(resources_of(self.server.pid))
+            all_of.append(self.store_resources())
         return sum(each[0] for each in all_of), sum(each[1] for each in all_of)
+
+    def store_resources(self) -> tuple[int, int]:
+        """The descriptors and the memory of the store; 0 if the job has none."""
+        return (0, 0) if self.server is None else resources_of(self.server.pid)
 
     def close(self) -> None:
         for process in self._processes:
@@ -173,6 +214,7 @@ class AttackedJob:
         if self.server is not None:
             self.server.send_signal(signal.SIGTERM)
             self.server.wait()
+        self._folder.cleanup()
 
 
 def free_port() -> int:
@@ -247,14 +289,17 @@ def at_store_values(job: AttackedJob, reports: list[dict[str, Any]], count: int,
 
 
 def at_gloo(job: AttackedJob, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
-    """Bytes to the other ports at which the workers listen, which drop connections; yields whether one took them."""
+    """Bytes to the other ports at which the workers listen, which drop connections; yields whether one took them.
+
+    On one machine the kernel answers within the call, or drops the attempt: a longer wait would only end later.
+    """
     known = {each["contact"][1][1] for each in reports}
     ports = sorted({port for process in job._processes for port in listening(process.pid)} - known)
     for i in range(count):
         num_bytes = 0
         with (
             contextlib.suppress(OSError),
-            socket.create_connection((HOST, ports[i % len(ports)]), timeout=0.02) as stranger,
+            socket.create_connection((HOST, ports[i % len(ports)]), timeout=0.002) as stranger,
         ):
             num_bytes = stranger.send(draw.randbytes(32))
         yield num_bytes > 0
@@ -285,18 +330,50 @@ def at_dpwa(job: AttackedJob, reports: list[dict[str, Any]], count: int, draw: r
             assert len(worker.recv(64)) == 32, "the harness is a worker"
     for i in range(count):
         answer = say(addresses[i % 2], altered(recorded + frame, draw), first=first)
-        yield bool(answer.strip(b"\0"))  # zeros in place of a code refuse the stranger
+        is_alert = job.tls and answer[:1] == b"\x15"  # which refuses the stranger, as zeros in place of a code do
+        yield bool(answer.strip(b"\0")) and not is_alert
 
 
-PORTS = {
-    "membership": {
-        "liveness": (at_liveness, 0.5),
-        "store": (at_store_port, 0.25),
-        "values of the store": (at_store_values, 0.1),
-        "gloo": (at_gloo, 0.15),
-    },
-    "dpwa": {"dpwa": (at_dpwa, 1.0)},
+PORTS: dict[str, Callable[[AttackedJob, list[dict[str, Any]], int, random.Random], Iterator[bool]]] = {
+    "liveness": at_liveness,
+    "store": at_store_port,
+    "values of the store": at_store_values,
+    "gloo": at_gloo,
+    "dpwa": at_dpwa,
 }
+
+
+class Cell(NamedTuple):
+    """A measurement: a row of the file.
+
+    Attributes:
+        job: the kind of the job.
+        port: one of PORTS; "wire"; or "none", for the cost.
+        key: whether the job has a key.
+        tls: whether it has certificates.
+    """
+
+    job: str
+    port: str
+    key: bool
+    tls: bool = False
+
+
+SAFE = ((False, False), (True, False), (False, True))
+CELLS = (
+    *(Cell("membership", port, True) for port in ("gloo", "values of the store", "liveness", "store")),
+    *(Cell("dpwa", "wire", key, tls) for key, tls in SAFE),
+    *(Cell("dpwa", "dpwa", key, tls) for key, tls in SAFE),
+    *(Cell("membership", port, False) for port in ("gloo", "liveness", "store")),
+    Cell("membership", "none", True),
+    *(Cell("dpwa", "none", key, tls) for key, tls in SAFE[1:]),
+)
+COLUMNS = (
+    *Cell._fields,
+    *("messages", "accepted", "learnt", "changed", "compared", "steps", "same_members"),
+    *("descriptors_before", "descriptors_after", "megabytes_before", "megabytes_after"),
+    *("store_megabytes_before", "store_megabytes_after", "seconds", "ratio"),
+)
 
 
 def settled(job: AttackedJob, seconds: float) -> list[dict[str, Any]]:
@@ -310,57 +387,55 @@ def median(reports: list[dict[str, Any]]) -> float:
     return statistics.median(x for each in reports for x in each["times"])
 
 
-def attack(kind: str, *, key: bool, messages: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows for each port of a job."""
-    draw, reference = random.Random(seed), dict[tuple[int, int], int]()
-    job = AttackedJob(kind, key=key)
+def attack(cell: Cell, *, messages: int, seed: int) -> dict[str, Any]:
+    """Measure a port of a job."""
+    draw, function = random.Random(seed), PORTS[cell.port]
+    job = AttackedJob(cell.job, key=cell.key, tls=cell.tls)
     try:
-        found = dict[tuple[int, int], int]()
-        for port, (function, share) in PORTS[kind].items():
-            if port == "values of the store" and not key:
-                continue
-            quiet = settled(job, 3.0)
-            found |= recorded_in(quiet)
-            before, start = job.resources(quiet), time.monotonic()
-            count = int(messages * share)
-            accepted = sum(function(job, quiet, count, draw))
-            seconds = time.monotonic() - start
-            under = job.report()
-            found |= recorded_in(under)
-            time.sleep(11.0)  # until connections without a handshake are closed
-            later = job.report()
-            found |= recorded_in(later)
-            after = job.resources(later)
-            yield {
-                "job": kind,
-                "key": key,
-                "port": port,
-                "messages": count,
-                "accepted": accepted,
-                "changed": sum(each.get("changed", 0) for each in later),
-                "compared": 0,
-                "steps": sum(len(each["times"]) for each in under),
-                "same_members": len({each.get("members") for each in [*quiet, *later]}) == 1,
-                "descriptors_before": before[0],
-                "descriptors_after": after[0],
-                "megabytes_before": round(before[1] / 1e6, 1),
-                "megabytes_after": round(after[1] / 1e6, 1),
-                "seconds": round(seconds, 1),
-                "ratio": round(median(under) / median(quiet), 3),
-            }
+        job.report()
+        quiet = settled(job, 5.0)
+        before, store_before, start = job.resources(quiet), job.store_resources(), time.monotonic()
+        accepted = sum(function(job, quiet, messages, draw))
+        seconds = time.monotonic() - start
+        under = job.report()
+        time.sleep(11.0)  # until connections without a handshake are closed
+        later = job.report()
+        after, store_after = job.resources(later), job.store_resources()
     finally:
         job.close()
-    if kind == "membership":
-        reference_job = AttackedJob(kind, key=key)
-        try:
-            last = max(step for _, step in found)
-            while not reference or max(step for _, step in reference) < last:
-                time.sleep(1.0)
-                reference |= recorded_in(reference_job.report())
-        finally:
-            reference_job.close()
-        common = found.keys() & reference.keys()
-        yield {"changed": sum(found[each] != reference[each] for each in common), "compared": len(common)}
+    changed, compared = sum(each.get("changed", 0) for each in later), sum(each.get("compared", 0) for each in later)
+    if cell.job == "membership":
+        found = recorded_in([*quiet, *under, *later])
+        reference = reference_of(max(step for _, step in found), key=cell.key)
+        changed, compared = sum(found[each] != reference[each] for each in found), len(found)
+    return {
+        "messages": messages,
+        "accepted": accepted,
+        "changed": changed,
+        "compared": compared,
+        "steps": sum(len(each["times"]) for each in under),
+        "same_members": len({each.get("members") for each in [*quiet, *later]}) == 1,
+        "descriptors_before": before[0],
+        "descriptors_after": after[0],
+        "megabytes_before": round(before[1] / 1e6, 1),
+        "megabytes_after": round(after[1] / 1e6, 1),
+        "store_megabytes_before": round(store_before[1] / 1e6, 1),
+        "store_megabytes_after": round(store_after[1] / 1e6, 1),
+        "seconds": round(seconds, 1),
+        "ratio": round(median(under) / median(quiet), 3),
+    }
+
+
+def reference_of(last: int, *, key: bool) -> dict[tuple[int, int], int]:
+    """The records up to a step of a job without strangers."""
+    job, reference = AttackedJob("membership", key=key), dict[tuple[int, int], int]()
+    try:
+        while not reference or min(max(step for other, step in reference if other == rank) for rank in range(3)) < last:
+            time.sleep(1.0)
+            reference |= recorded_in(job.report())
+    finally:
+        job.close()
+    return reference
 
 
 def recorded_in(reports: list[dict[str, Any]]) -> dict[tuple[int, int], int]:
@@ -368,45 +443,76 @@ def recorded_in(reports: list[dict[str, Any]]) -> dict[tuple[int, int], int]:
     return {(each["rank"], step): x for each in reports if "records" in each for step, x in each["records"].items()}
 
 
-def cost(repeats: int) -> dict[str, Any]:
-    """The median time of a step with a key beside that without, of two jobs that train side by side."""
+def sniff(cell: Cell) -> dict[str, Any]:
+    """Read the packets between the workers of dpwa, and count those that tell something."""
+    job = AttackedJob(cell.job, key=cell.key, tls=cell.tls)
+    ports = {int(address.rpartition(":")[2]) for address in job.peers.values()}
+    secrets = (struct.pack("<4f", *[VALUE] * 4), KEY.encode())
+    num_packets = num_learnt = 0
+    try:
+        job.report()
+        with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.ntohs(0x0800)) as sniffer:
+            sniffer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
+            sniffer.bind(("lo", 0x0800))
+            sniffer.settimeout(0.2)
+            end = time.monotonic() + SNIFF_SECONDS
+            while time.monotonic() < end:
+                with contextlib.suppress(TimeoutError):
+                    packet = sniffer.recv(1 << 17)
+                    length = 4 * (packet[0] & 15)  # of the header of IP
+                    is_ours = packet[9] == socket.IPPROTO_TCP and ports & {*struct.unpack_from("!2H", packet, length)}
+                    if is_ours:
+                        num_packets += 1
+                        num_learnt += any(secret in packet for secret in secrets)
+        steps = sum(len(each["times"]) for each in job.report())
+    finally:
+        job.close()
+    return {"messages": num_packets, "learnt": num_learnt, "steps": steps, "seconds": SNIFF_SECONDS}
+
+
+def cost(cell: Cell, repeats: int) -> dict[str, Any]:
+    """The median time of a step with a key or TLS beside that without, of two jobs that train side by side."""
     times: dict[bool, list[float]] = {False: [], True: []}
-    jobs = {key: AttackedJob("membership", key=key) for key in times}
+    jobs = {is_safe: AttackedJob(cell.job, key=cell.key and is_safe, tls=cell.tls and is_safe) for is_safe in times}
+    start = time.monotonic()
     try:
         for job in jobs.values():
             job.report()
+        for job in jobs.values():
+            job.report()  # what was before the other one had begun
         for _ in range(repeats):
             time.sleep(5.0)
-            for key, job in jobs.items():
-                times[key] += [x for each in job.report() for x in each["times"]]
+            for is_safe, job in jobs.items():
+                times[is_safe] += [x for each in job.report() for x in each["times"]]
     finally:
         for job in jobs.values():
             job.close()
-    return {"key": True, "ratio": round(statistics.median(times[True]) / statistics.median(times[False]), 3)}
+    return {
+        "messages": 0,
+        "steps": len(times[True]),
+        "seconds": round(time.monotonic() - start, 1),
+        "ratio": round(statistics.median(times[True]) / statistics.median(times[False]), 3),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--messages", type=int, default=50_000, help="at each job")
-    parser.add_argument("--repeats", type=int, default=4, help="windows of 5 s, for the cost of the key")
+    parser.add_argument("--messages", type=int, default=50_000, help="at each port")
+    parser.add_argument("--repeats", type=int, default=12, help="windows of 5 s, for the cost of the key and of TLS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "strangers.csv")
     options = parser.parse_args()
-    for kind in PORTS:
-        for key in (False, True):
-            rows: list[dict[str, Any]] = []
-            for row in attack(kind, key=key, messages=options.messages, seed=options.seed):
-                if "port" in row:
-                    rows.append(row)
-                else:  # the comparison of all steps of this job
-                    rows = [each | row for each in rows]
-                print(row, flush=True)
-            append_rows(options.output, rows, seed=options.seed)
-    if options.repeats:
-        row = dict.fromkeys(rows[0], 0) | {"job": "membership", "port": "none", "same_members": True}
-        row |= cost(options.repeats)
-        print(row)
-        append_rows(options.output, [row], seed=options.seed)
+    done = {Cell(*row) for row in rows_in(options.output, COLUMNS)[list(Cell._fields)].itertuples(index=False)}
+    for cell in CELLS:
+        if cell in done or not (options.repeats or cell.port != "none"):
+            continue
+        if cell.port == "none":
+            found = cost(cell, options.repeats)
+        else:
+            found = sniff(cell) if cell.port == "wire" else attack(cell, messages=options.messages, seed=options.seed)
+        row = dict.fromkeys(COLUMNS) | cell._asdict() | found
+        print(row, flush=True)
+        append_row(options.output, row, seed=options.seed)
 
 
 if __name__ == "__main__":
