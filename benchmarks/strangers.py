@@ -40,7 +40,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,11 +189,14 @@ class AttackedJob:
         """The reports of all workers, in the order of their ranks."""
         for pipe in self.pipes:
             pipe.send("report")
-        found = []
-        for pipe in self.pipes:
-            if not pipe.poll(SECONDS):
+        found, waiting = [], list(self.pipes)
+        while waiting:  # for any of them: a worker that cannot write its report takes no step with the others
+            ready = wait(waiting, SECONDS)
+            if not ready:
                 raise TimeoutError(f"a worker of {self.kind} does not train: got no report in {SECONDS} s")
-            found.append(pipe.recv())
+            for pipe in [each for each in waiting if each in ready]:
+                found.append(pipe.recv())
+                waiting.remove(pipe)
         return sorted(found, key=lambda each: each.get("rank", 0))
 
     def resources(self, reports: list[dict[str, Any]]) -> tuple[int, int]:
