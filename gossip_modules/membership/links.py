@@ -357,7 +357,7 @@ def connect_links(
     pairs = {f"{min(rank, peer)}-{max(rank, peer)}": (int(rank > peer), 2) for peer in peers}
     places = {"all": (rank, world_size), **pairs}
     whole, *groups = connect_groups(places, exchange, patience=patience, host=host, key=key)
-    transport = ProcessGroupTransport(as_group(whole, store), device=CPU, timeout=timeout, names=names)
+    transport = ProcessGroupTransport(as_group(whole, store), device=CPU, timeout=timeout, names=names, key=key)
     transport.own_group()
     return LinkTransport(transport, dict(zip(peers, groups, strict=True)), on_lost=on_lost)
 

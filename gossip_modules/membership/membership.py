@@ -58,6 +58,8 @@ class Membership:
         max_workers: the largest number of workers, equal on all workers. Further workers are refused; 0: any number.
         name: the name of the job, if several jobs share a store.
         options: for a mailbox only: see `MailMembership`.
+        key: the key of the job, a secret of 16 bytes or more, the same on all workers: no stranger at the store or at
+            the ports of the workers can take a worker's place then. None: the variable GOSSIP_JOB_KEY, if it is set.
         description: other facts to be equal on all workers, by name. Values are compared as text. A worker with other
             values is refused; the error names both sides.
         timeout: the limit of every wait, in seconds or as a timedelta. Other workers wait that long only for a live
@@ -110,6 +112,7 @@ class Membership:
         min_deadline: float = 1.0,
         on_partition: str = "majority",
         host: str | None = None,
+        key: str | bytes | None = None,
         description: Mapping[str, object] | None = None,
         **options: Any,
     ) -> None:
@@ -125,7 +128,7 @@ class Membership:
             own_description["max_workers"] = str(int(max_workers))
         limit = as_timeout(timeout)
         request_limit = min(limit, timedelta(seconds=_STORE_SECONDS))
-        shared = SharedRoster(store, name=name, timeout=request_limit, on_partition=on_partition)
+        shared = SharedRoster(store, name=name, timeout=request_limit, on_partition=on_partition, key=key)
         shared.check_format()
         address = own_address(shared.address, host)
         self.name, self.timeout = name, limit

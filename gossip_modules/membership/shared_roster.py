@@ -48,7 +48,7 @@ class SharedRoster:
     so in one line, and writes nothing. A newcomer ends with this error. A member trains on. It restores its roster once
     nobody has written the other one for a minute, as nobody could join its job else.
 
-    [Note: strangers in the store] With GOSSIP_JOB_KEY all values are signed: see [Note: signed values] of
+    [Note: strangers in the store] With the key of a job all values are signed: see [Note: signed values] of
     `BoundedStore`. In front of the roster there is then a count of its writes, so that an old one is known. A member
     that finds a foreign or an old roster says so, and restores its own. A newcomer, which does not know the count,
     waits for this, and ends with an error if it does not come.
@@ -59,6 +59,7 @@ class SharedRoster:
         name: the name of the job; several jobs may use one store.
         timeout: the limit of all requests of one update together.
         on_partition: see `Membership`.
+        key: of the job; None: the variable GOSSIP_JOB_KEY, if it is set.
 
     Attributes:
         given: the argument `store`.
@@ -75,10 +76,16 @@ class SharedRoster:
     """
 
     def __init__(
-        self, store: dist.Store | str, *, name: str, timeout: timedelta, on_partition: str = "majority"
+        self,
+        store: dist.Store | str,
+        *,
+        name: str,
+        timeout: timedelta,
+        on_partition: str = "majority",
+        key: str | bytes | None = None,
     ) -> None:
         self.name, self.timeout, self.given, self._on_partition = name, timeout, store, on_partition
-        self.key = key_of()
+        self.key = key_of(key)
         self.ended = threading.Event()
         self.worker = -1
         self.roster = Roster(on_partition)

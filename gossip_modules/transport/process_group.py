@@ -77,6 +77,8 @@ class ProcessGroupTransport(PointToPoint):
         timeout: for every wait. NCCL waits are in stream order and end by the group's own timeout instead.
         names: the global rank of each member, for error messages; None = 0, 1, ...
         notes: where failing ranks say why; None: errors name this rank's own observations.
+        key: the key of the job, which all ranks have shown each other when they connected; None: they have not. Their
+            values in a key-value store then have the codes of GOSSIP_JOB_KEY, if it is set.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ProcessGroupTransport(PointToPoint):
         timeout: timedelta,
         names: Sequence[int] | None = None,
         notes: FailureNotes | None = None,
+        key: bytes | None = None,
     ) -> None:
         super().__init__(
             rank=group.rank(),
@@ -99,7 +102,7 @@ class ProcessGroupTransport(PointToPoint):
         )
         self._group: dist.ProcessGroup | None = group
         self._num_collective_bytes = 0
-        self.notes = notes
+        self.notes, self._key = notes, key
         self._deadline: Deadline | None = None
         self._is_whole = self.use.shared.peers is None  # connected with all ranks
         connected = range(self.world_size) if self._is_whole else sorted(self.use.shared.peers or ())
@@ -131,7 +134,12 @@ class ProcessGroupTransport(PointToPoint):
         if self.is_closed:
             return copy.copy(self)
         other = ProcessGroupTransport(
-            self.group, device=self.device, timeout=self.timeout, names=self.names, notes=self.notes
+            self.group,
+            device=self.device,
+            timeout=self.timeout,
+            names=self.names,
+            notes=self.notes,
+            key=self._key,
         )
         other.waits = self.waits
         return other
@@ -387,7 +395,7 @@ class ProcessGroupTransport(PointToPoint):
             prefix: the begin of all keys.
         """
         number = self.use.number  # of the wrapper, the same on all ranks
-        return store_of(self.group, f"{prefix}/{number}") if self.world_size > 1 else None
+        return store_of(self.group, f"{prefix}/{number}", key=self._key) if self.world_size > 1 else None
 
     def watch_changes(
         self, *, step: Callable[[], int], tensors: Callable[[], list[str]], end_waits: Callable[[], None] | None = None
@@ -402,7 +410,7 @@ class ProcessGroupTransport(PointToPoint):
         store = self.store("gossip_changes")
         if store is not None:
             self.board = ChangeBoard(
-                Records(store),
+                Records(store, skips_foreign=self._key is not None),
                 self.rank,
                 self.names,
                 step=step,

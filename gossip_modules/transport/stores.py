@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import secrets
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _NOTHING = "\0"  # stands under no key; as the expected value it changes nothing
 _REQUEST = timedelta(seconds=0.4)  # of ranks that fail, which must end in time
 _SIGNED = b"gossip-signed "  # begins a value with a code
+_MAX_FOREIGN = 100  # values of strangers that one look passes over, so that many do not keep a rank busy
 
 
 class ForeignValueError(ConnectionError):
@@ -44,7 +46,7 @@ class BoundedStore:
     changes have none, as the store itself adds. A stranger who can read can put an old value of the same place back.
     In a membership, names of places therefore have numbers that do not come again, such as the id of a worker or the
     number of a generation, and `SharedRoster` counts its values. In groups of torchrun, names come again after a
-    restart. A stranger can also delete values.
+    restart: `Records` have the nonces of their readers. A stranger can also delete values.
 
     Args:
         store: a store of any kind.
@@ -55,12 +57,14 @@ class BoundedStore:
     Attributes:
         address: the address of the store, for error messages.
         port: the port of the server of a TCPStore; None: another store.
+        is_signed: whether values have codes.
     """
 
     def __init__(
         self, store: dist.Store, *, timeout: timedelta | None = None, key: bytes | None = None, place: str = ""
     ) -> None:
         self._store, self._secret, self._place = store, key, place
+        self.is_signed = key is not None
         self._timeout: timedelta = store.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         base = store
         while isinstance(base, dist.PrefixStore):
@@ -317,22 +321,39 @@ class Progress:
 class Records:
     """A list of JSON values in a key-value store. All ranks append to it, and each reads the new values.
 
+    [Note: nonces of readers] A stranger who has read a signed record, such as the note of a failure, can put it back at
+    its place after a restart, in the next generation, or in the next run with this key. So where records are signed,
+    each reader first appends a random nonce to another list, and each record has the nonces of all readers. A reader
+    ignores a record without its own one. A reader that comes after a record gets it when the writer looks for new
+    records itself: it then appends its last one again. A stranger can make a writer miss a nonce, and delete records:
+    then ranks fail without these facts.
+
     Args:
         store: the store of the ranks; no other code uses its keys.
+        skips_foreign: whether the value of a stranger is passed over; else it is an error. Give True where all ranks
+            have shown each other that they have the key.
     """
 
-    def __init__(self, store: BoundedStore) -> None:
-        self._store = store
+    def __init__(self, store: BoundedStore, *, skips_foreign: bool = False) -> None:
+        self._store, self._skips_foreign = store, skips_foreign
         self._num_read = 0
-        self._reading = threading.Lock()
+        self._lock = threading.RLock()
+        self._nonce, self._nonces = secrets.token_hex(8), list[str]()
+        self._last: tuple[Any, int] | None = None  # the last record of this rank, and the number of nonces it has
+        if store.is_signed:
+            with contextlib.suppress(ConnectionError, RuntimeError):  # as in `append`
+                number = store.add("nonces", 1, what="counting a reader")
+                store.set(f"nonce/{number}", self._nonce, what="leaving the nonce of a reader")
 
     def append(self, record: Any) -> None:
         """Append a JSON value, if the store answers: without it errors tell less, and come late."""
-        try:
+        with self._lock, contextlib.suppress(ConnectionError, RuntimeError):  # the store is gone, or cannot count
+            if self._store.is_signed:
+                self._look_for_readers()
+                self._last = record, len(self._nonces)
             number = self._store.add("count", 1, what="counting a record")
-            self._store.set(str(number), json.dumps(record), what="leaving a record")
-        except (ConnectionError, RuntimeError):  # it is gone, or cannot count
-            return
+            text = json.dumps([self._nonces, record] if self._store.is_signed else record)
+            self._store.set(str(number), text, what="leaving a record")
 
     def skip(self) -> None:
         """Ignore the values so far. Raises as `new`."""
@@ -343,17 +364,51 @@ class Records:
 
         Raises:
             ConnectionError, RuntimeError: the store does not answer, or cannot count.
+            ForeignValueError: a value is a stranger's, unless those are passed over.
         """
-        records = []
-        with self._reading:
+        records, num_foreign = [], 0
+        with self._lock:
+            self._append_for_late_readers()
             count = self._store.add("count", 0, what="looking for records")
-            while self._num_read < count:
-                text = self._store.get(str(self._num_read + 1), what="reading a record")
+            while self._num_read < count and num_foreign < _MAX_FOREIGN:
+                try:
+                    text = self._store.get(str(self._num_read + 1), what="reading a record")
+                except ForeignValueError:
+                    if not self._skips_foreign:
+                        raise
+                    self._num_read += 1
+                    num_foreign += 1
+                    continue
                 if text is None:  # it is counted and not there yet
                     break
-                records.append(json.loads(text))
+                record = json.loads(text)
                 self._num_read += 1
+                if self._store.is_signed:
+                    nonces, record = record
+                    if self._nonce not in nonces:
+                        continue
+                records.append(record)
         return records
+
+    def _append_for_late_readers(self) -> None:
+        """See [Note: nonces of readers]."""
+        if self._last is None:
+            return
+        record, num_nonces = self._last
+        self._look_for_readers()
+        if len(self._nonces) > num_nonces:
+            self.append(record)
+
+    def _look_for_readers(self) -> None:
+        """Read the nonces that have come; those behind a missing or foreign one are not known."""
+        count = self._store.add("nonces", 0, what="looking for readers")
+        with contextlib.suppress(ForeignValueError):
+            while len(self._nonces) < count:
+                key = f"nonce/{len(self._nonces) + 1}"
+                nonce = self._store.get(key, what="reading the nonce of a reader")
+                if nonce is None:
+                    break
+                self._nonces.append(nonce.decode())
 
 
 def is_of_job(group: dist.ProcessGroup) -> bool:
@@ -361,8 +416,14 @@ def is_of_job(group: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
-def store_of(group: dist.ProcessGroup, prefix: str) -> BoundedStore | None:
-    """The keys under a prefix in the store of a process group, with short requests; None: it has no store."""
+def store_of(group: dist.ProcessGroup, prefix: str, *, key: bytes | None = None) -> BoundedStore | None:
+    """The keys under a prefix in the store of a process group, with short requests; None: it has no store.
+
+    Args:
+        group: of any kind.
+        prefix: the begin of all keys.
+        key: the key of the job; None: the variable GOSSIP_JOB_KEY, if it is set.
+    """
     try:
         store = dist.distributed_c10d._world.pg_map[group][1] if is_of_job(group) else group.get_group_store()
     except (AttributeError, RuntimeError):  # an older torch, or a group without
@@ -371,4 +432,4 @@ def store_of(group: dist.ProcessGroup, prefix: str) -> BoundedStore | None:
         return None
     name = dist.distributed_c10d._world.pg_names[group] if is_of_job(group) else ""
     prefixed = dist.PrefixStore(prefix, store)
-    return BoundedStore(prefixed, timeout=_REQUEST, key=key_of(), place=f"{name}/{prefix}")
+    return BoundedStore(prefixed, timeout=_REQUEST, key=key_of(key), place=f"{name}/{prefix}")

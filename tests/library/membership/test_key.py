@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from datetime import timedelta
 from operator import methodcaller
 from typing import Any
@@ -11,16 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gossip_modules import Membership
 from gossip_modules.membership import serve as command
 from gossip_modules.membership import shared_roster
 from gossip_modules.membership.addresses import connect_groups
 from gossip_modules.membership.background_log import NAME, log
 from gossip_modules.membership.generations import Generations
+from gossip_modules.membership.serve import serve
 from gossip_modules.membership.shared_roster import SharedRoster
 from gossip_modules.transport.job_key import VARIABLE
 from gossip_modules.transport.stores import BoundedStore, ForeignValueError, Records
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.library.membership.stores import exchange_over
+from tests.library.membership.test_membership import Job, model_of
 from tests.library.membership.test_roster import begin, come
 
 KEY = "sixteen bytes and more"
@@ -169,6 +173,63 @@ def test_an_address_that_a_stranger_has_put_is_not_used() -> None:
     store.set("gossip/job/1/addresses/0/1", "somewhere else")
     with pytest.raises(ForeignValueError, match="'gossip/job/1/addresses/0/1'"):
         shared.gather("1/addresses/0", 0, "here", (0, 1), is_void=lambda: False)
+
+
+# A job with `key=`.
+
+
+def forge(stranger: dist.TCPStore, *, old: dict[str, bytes]) -> None:
+    """Write another value under each key of a job: of another key, an old one, or none of the job; not its counts."""
+    for number, key in enumerate(sorted(old)):
+        if not key.endswith(("/version", "/count", "/nonces")) and key != "gossip/job/epoch":
+            values = (old[ROSTER], old[key], b"[0, 1, true, []]", b"")
+            stranger.set(key, values[number % len(values)].decode(errors="replace"))
+
+
+def test_a_stranger_who_writes_every_value_of_the_store_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job has the argument `key`, and no variable. The stranger writes, then a rank is late: the other looks."""
+    monkeypatch.delenv(VARIABLE)
+    store = serve(0)
+    job = Job(f"127.0.0.1:{store.port}", min_workers=2, key=KEY, min_deadline=30.0)
+    workers = job.start(2, learning_rate=0.0)
+    job.until_live(workers)
+    members = workers[0].members
+    stranger = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    old = {key: stranger.get(key) for key in stranger.list_keys() if key.startswith("gossip/")}
+    assert all(value.startswith(b"gossip-signed ") for key, value in old.items() if not value.isdigit())
+    (changes,) = {key.rpartition("/")[0] for key in old if "/gossip_changes/" in key and key.endswith("/nonces")}
+    for number in range(3):
+        forge(stranger, old=old)
+        count = stranger.add(f"{changes}/count", 1)
+        stranger.set(f"{changes}/{count}", f"[{number % 2}, 0, true, []]")
+        stranger.add("gossip/job/version", 1)
+    workers[1].is_paused.set()  # so that worker 0 waits, and looks for changes
+    time.sleep(1.0)
+    workers[1].may_go_on.set()
+    job.until_live(workers)
+    job.end()
+    assert [worker.members for worker in workers] == [members] * 2
+    for worker in workers:
+        for own, first in zip(worker.model.parameters(), model_of().parameters(), strict=True):
+            assert torch.equal(own, first)
+
+
+@pytest.mark.parametrize("key", [None, "another key of a job"])
+def test_the_argument_key_keeps_workers_with_another_one_out(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    store = dist.HashStore()
+    own = Membership(store, min_workers=1, key=KEY, host="127.0.0.1")
+    assert own.job.store.key == KEY.encode()
+    with pytest.raises(ForeignValueError, match="value of 'gossip/job/epoch'") as caught:
+        Membership(store, min_workers=1, key=key, host="127.0.0.1")
+    assert KEY not in str(caught.value)
+    monkeypatch.setenv(VARIABLE, "another key of a job")
+    assert Membership(store, min_workers=1, key=KEY, host="127.0.0.1").job.store.key == KEY.encode()
+
+
+def test_a_short_key_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"got key of 5 bytes, expected a secret text of at least 16 bytes"):
+        Membership(dist.HashStore(), min_workers=1, key="short")
 
 
 # The ports of Gloo.

@@ -166,7 +166,7 @@ class Worker:
 
     def train(self) -> None:
         options = dict(self.job.options)
-        member_options = {name: options.pop(name) for name in ("min_deadline",) if name in options}
+        member_options = {name: options.pop(name) for name in ("min_deadline", "key") if name in options}
         wrap = options.pop("wrap", GossipDataParallel)
         member = self.membership = member_of(self.job.store, min_workers=self.job.min_workers, **member_options)
         member.on_change(self.changes.append)

@@ -15,11 +15,13 @@ from gossip_modules.transport.stores import BoundedStore, Records
 class Rank:
     """One rank of two or more; `step` is that which comes next, and `num_ended` how often its waits were ended."""
 
-    def __init__(self, store: dist.Store, rank: int, *, num_ranks: int = 2, key: bytes | None = None) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, *, num_ranks: int = 2, key: bytes | None = None, skips_foreign: bool = False
+    ) -> None:
         self.step, self.tensors, self.num_ended = 0, ["a", "b"], 0
         self.waiting: dict[int, float] = {}
         self.board = ChangeBoard(
-            Records(BoundedStore(store, timeout=timedelta(seconds=1), key=key)),
+            Records(BoundedStore(store, timeout=timedelta(seconds=1), key=key), skips_foreign=skips_foreign),
             rank,
             range(10, 10 + num_ranks),
             step=lambda: self.step,
@@ -113,6 +115,50 @@ def test_ranks_of_which_some_have_the_key_end_with_an_error(monkeypatch: pytest.
     store.add("count", 1)
     with pytest.raises(ValueError, match="is not signed with this job's key"):
         one.board.check()
+
+
+KEY = b"the key of the job"
+
+
+def test_a_signed_change_of_an_earlier_run_changes_nothing() -> None:
+    before, after = dist.HashStore(), dist.HashStore()
+    Rank(before, 0, key=KEY)
+    Rank(before, 1, key=KEY).announce("b")
+    own = Rank(after, 0, key=KEY)
+    own.step = 1  # in the round of step 0
+    after.add("count", 1)
+    after.set("1", before.get("1"))  # type: ignore[arg-type]
+    own.board.check()
+    Rank(after, 1, key=KEY).announce("b")
+    with pytest.raises(ValueError, match="rank 11 has 'b' where rank 10 has 'a'"):
+        own.board.check()
+
+
+def test_a_change_reaches_a_rank_that_comes_later() -> None:
+    store = dist.HashStore()
+    one = Rank(store, 0, key=KEY)
+    one.announce("b")
+    late = Rank(store, 1, key=KEY)
+    late.step = 1
+    late.board.check()
+    one.board.check()  # as its thread does in a wait that lasts
+    with pytest.raises(ValueError, match="rank 11 has 'a' where rank 10 has 'b'"):
+        late.board.check()
+
+
+def test_values_of_a_stranger_are_passed_over_by_ranks_that_know_that_all_have_the_key() -> None:
+    store = dist.HashStore()
+    one, other = (Rank(store, rank, key=KEY, skips_foreign=True) for rank in range(2))
+    for number in range(1, 251):
+        store.add("count", 1)
+        store.set(str(number), '[0, 3, true, ["b"]]')
+    one.step = other.step = 3
+    one.announce("b")
+    other.step = 4
+    for _ in range(2):
+        other.board.check()
+    with pytest.raises(ValueError, match="rank 11 has 'a' where rank 10 has 'b'"):
+        other.board.check()  # each look passes over a bounded number
 
 
 class CannotCount(dist.Store):

@@ -93,6 +93,37 @@ def test_one_rank_leaves_one_note_and_old_ones_do_not_count() -> None:
     assert FailureNotes(records, 0).explain({1: GONE}, members=MEMBERS).ranks == {1}
 
 
+def signed_notes_of(store: dist.Store, rank: int) -> FailureNotes:
+    return FailureNotes(Records(BoundedStore(store, key=b"sixteen bytes and more", place="here")), rank)
+
+
+def test_a_signed_note_of_an_earlier_generation_changes_nothing() -> None:
+    """A stranger reads "rank 3 failed", and puts it back into the store of the next generation, or after a restart."""
+    before, after = dist.HashStore(), dist.HashStore()
+    reader = signed_notes_of(before, 0)
+    signed_notes_of(before, 3).leave({}, "failed: ValueError: a bad label", is_cause=True)
+    assert reader.explain({}, members=MEMBERS) == Cause(frozenset({3}), "rank 3 failed: ValueError: a bad label")
+    reader = signed_notes_of(after, 0)
+    after.add("count", 1)
+    after.set("1", before.get("1"))  # type: ignore[arg-type]
+    assert reader.explain({}, members=MEMBERS) == Cause(frozenset(), "")
+    assert reader.explain({1: GONE}, members=MEMBERS).ranks == {1}
+    signed_notes_of(after, 2).leave({}, "failed: OSError: a full disk", is_cause=True)
+    assert reader.explain({2: GONE}, members=MEMBERS).text == "rank 2 failed: OSError: a full disk"
+
+
+def test_a_replayed_nonce_lets_no_old_note_in() -> None:
+    """A stranger also puts the nonces of before in the place of the present ones."""
+    before, after = dist.HashStore(), dist.HashStore()
+    signed_notes_of(before, 0)
+    signed_notes_of(before, 3).leave({}, "failed: ValueError: a bad label", is_cause=True)
+    reader = signed_notes_of(after, 0)
+    for key in ("nonce/1", "nonce/2", "1"):
+        after.set(key, before.get(key))  # type: ignore[arg-type]
+    after.add("count", 1)
+    assert reader.explain({}, members=MEMBERS) == Cause(frozenset(), "")
+
+
 def test_a_store_that_does_not_answer_is_no_obstacle() -> None:
     class Gone(dist.Store):
         def add(self, key: str, amount: int) -> int:
