@@ -346,7 +346,7 @@ PORTS: dict[str, Callable[[AttackedJob, list[dict[str, Any]], int, random.Random
 }
 
 
-class Cell(NamedTuple):
+class Target(NamedTuple):
     """A measurement: a row of the file.
 
     Attributes:
@@ -363,17 +363,17 @@ class Cell(NamedTuple):
 
 
 SAFE = ((False, False), (True, False), (False, True))
-CELLS = (
-    *(Cell("membership", "gloo", key) for key in (True, False)),  # the longest, so the reference is enough for all
-    *(Cell("membership", port, True) for port in ("values of the store", "liveness", "store")),
-    *(Cell("dpwa", "wire", key, tls) for key, tls in SAFE),
-    *(Cell("dpwa", "dpwa", key, tls) for key, tls in SAFE),
-    *(Cell("membership", port, False) for port in ("liveness", "store")),
-    Cell("membership", "none", True),
-    *(Cell("dpwa", "none", key, tls) for key, tls in SAFE[1:]),
+TARGETS = (
+    *(Target("membership", "gloo", key) for key in (True, False)),  # the longest, so the reference is enough for all
+    *(Target("membership", port, True) for port in ("values of the store", "liveness", "store")),
+    *(Target("dpwa", "wire", key, tls) for key, tls in SAFE),
+    *(Target("dpwa", "dpwa", key, tls) for key, tls in SAFE),
+    *(Target("membership", port, False) for port in ("liveness", "store")),
+    Target("membership", "none", True),
+    *(Target("dpwa", "none", key, tls) for key, tls in SAFE[1:]),
 )
 COLUMNS = (
-    *Cell._fields,
+    *Target._fields,
     *("messages", "accepted", "learnt", "changed", "compared", "steps", "same_members"),
     *("descriptors_before", "descriptors_after", "megabytes_before", "megabytes_after"),
     *("store_megabytes_before", "store_megabytes_after", "seconds", "ratio"),
@@ -391,10 +391,10 @@ def median(reports: list[dict[str, Any]]) -> float:
     return statistics.median(x for each in reports for x in each["times"])
 
 
-def attack(cell: Cell, *, messages: int, seed: int) -> dict[str, Any]:
+def attack(target: Target, *, messages: int, seed: int) -> dict[str, Any]:
     """Measure a port of a job."""
-    draw, function = random.Random(seed), PORTS[cell.port]
-    job = AttackedJob(cell.job, key=cell.key, tls=cell.tls)
+    draw, function = random.Random(seed), PORTS[target.port]
+    job = AttackedJob(target.job, key=target.key, tls=target.tls)
     try:
         job.report()
         quiet = settled(job, 5.0)
@@ -408,7 +408,7 @@ def attack(cell: Cell, *, messages: int, seed: int) -> dict[str, Any]:
     finally:
         job.close()
     changed, compared = sum(each.get("changed", 0) for each in later), sum(each.get("compared", 0) for each in later)
-    if cell.job == "membership":
+    if target.job == "membership":
         found = recorded_in([*quiet, *under, *later])
         reference = reference_to(max(step for _, step in found))
         changed, compared = sum(found[each] != reference[each] for each in found), len(found)
@@ -456,9 +456,9 @@ def recorded_in(reports: list[dict[str, Any]]) -> dict[tuple[int, int], int]:
     return {(each["rank"], step): x for each in reports if "records" in each for step, x in each["records"].items()}
 
 
-def sniff(cell: Cell) -> dict[str, Any]:
+def sniff(target: Target) -> dict[str, Any]:
     """Read the packets between the workers of dpwa, and count those that tell something."""
-    job = AttackedJob(cell.job, key=cell.key, tls=cell.tls)
+    job = AttackedJob(target.job, key=target.key, tls=target.tls)
     ports = {int(address.rpartition(":")[2]) for address in job.peers.values()}
     secrets = (struct.pack("<4f", *[VALUE] * 4), KEY.encode())
     num_packets = num_learnt = 0
@@ -483,10 +483,12 @@ def sniff(cell: Cell) -> dict[str, Any]:
     return {"messages": num_packets, "learnt": num_learnt, "steps": steps, "seconds": SNIFF_SECONDS}
 
 
-def cost(cell: Cell, repeats: int) -> dict[str, Any]:
+def cost(target: Target, repeats: int) -> dict[str, Any]:
     """The median time of a step with a key or TLS beside that without, of two jobs that train side by side."""
     times: dict[bool, list[float]] = {False: [], True: []}
-    jobs = {is_safe: AttackedJob(cell.job, key=cell.key and is_safe, tls=cell.tls and is_safe) for is_safe in times}
+    jobs = {
+        is_safe: AttackedJob(target.job, key=target.key and is_safe, tls=target.tls and is_safe) for is_safe in times
+    }
     start = time.monotonic()
     try:
         for job in jobs.values():
@@ -515,15 +517,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "strangers.csv")
     options = parser.parse_args()
-    done = {Cell(*row) for row in rows_in(options.output, COLUMNS)[list(Cell._fields)].itertuples(index=False)}
-    for cell in CELLS:
-        if cell in done or not (options.repeats or cell.port != "none"):
+    done = {Target(*row) for row in rows_in(options.output, COLUMNS)[list(Target._fields)].itertuples(index=False)}
+    for target in TARGETS:
+        if target in done or not (options.repeats or target.port != "none"):
             continue
-        if cell.port == "none":
-            found = cost(cell, options.repeats)
+        if target.port == "none":
+            found = cost(target, options.repeats)
         else:
-            found = sniff(cell) if cell.port == "wire" else attack(cell, messages=options.messages, seed=options.seed)
-        row = dict.fromkeys(COLUMNS) | cell._asdict() | found
+            found = (
+                sniff(target) if target.port == "wire" else attack(target, messages=options.messages, seed=options.seed)
+            )
+        row = dict.fromkeys(COLUMNS) | target._asdict() | found
         print(row, flush=True)
         append_row(options.output, row, seed=options.seed)
 
