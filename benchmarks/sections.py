@@ -11,6 +11,7 @@ SECTIONS: Mapping[str, str] = {
     "matcha_rho": "default_graphs",
     "pairwise": "default_graphs",
     "elastic_cost": "elastic",
+    "strangers": "chaos",
     "straggler_accuracy": "stragglers",
     "uneven_data": "worker_numbers",
     "uneven_workers": "worker_numbers",

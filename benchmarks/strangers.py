@@ -277,16 +277,18 @@ def at_store_port(job: AttackedJob, reports: list[dict[str, Any]], count: int, d
 
 
 def at_store_values(job: AttackedJob, reports: list[dict[str, Any]], count: int, draw: random.Random) -> Iterator[bool]:
-    """Old and altered values under the keys of the job, and under keys of generations to come."""
+    """Old and altered values under all keys of the job, and higher counts."""
     client = dist.TCPStore(HOST, job.port, is_master=False, wait_for_workers=False)
-    keys = [f"gossip/job/{name}" for name in ("roster", "epoch")]
+    found = [key for key in client.list_keys() if key.startswith("gossip/job/")]
+    counts = [key for key in found if key.endswith(("/version", "/count", "/nonces"))]  # which have no code
+    keys = [key for key in found if key not in counts]
     old = {key: client.get(key) for key in keys}
     for i in range(count):
         key = draw.choice(keys)
         value = altered(old[draw.choice(keys)], draw)
         client.set(key, value.decode(errors="replace"))
         if i % 100 == 0:
-            client.add("gossip/job/version", 1)
+            client.add(draw.choice(counts), 1)
             time.sleep(0.02)
         yield False
 

@@ -34,6 +34,7 @@ from benchmarks.pages.pictures import pictures
 from benchmarks.pages.published import reproduction_page
 from benchmarks.pages.records import RECORDS
 from benchmarks.pages.setup import SETUP
+from benchmarks.pages.strangers import STRANGERS
 from benchmarks.pages.studies import STUDIES
 from benchmarks.pages.training import TRAINING
 from benchmarks.pages.two_regions import TWO_REGIONS
@@ -55,6 +56,7 @@ EVERY: Mapping[str, Page] = {
     **ALGORITHMS,
     **GRAPH_STUDIES,
     **TWO_REGIONS,
+    **STRANGERS,
     "lab": lab_page(),
 }
 """All studies by name, in the order of the index, sections too."""
