@@ -86,8 +86,7 @@ class Choco(Algorithm):
         drift = m.vector("drift", average="on_request", of_weights=True)
         q = v.encode(self.compressor, m.scratch("difference").sum_(v.x, public, alpha=-1))
         received = yield Share(q)
-        q.add_to(public)
-        received.add_to(drift)
+        received.add_to(drift, own=public)
         v.x.add_(drift, alpha=self.step_size)
 
     def for_membership(self) -> LinkChoco:

@@ -94,24 +94,39 @@ class Compressor(ABC):
             rest.copy_(x)
         self._add(message, rest, x.dtype, -1.0)
 
-    def add_decompressed(self, message: Tensor, target: Tensor, *, alpha: float = 1.0) -> None:
-        """target <- target + alpha * C(x), rounded once where target is narrower than x.
+    def add_decompressed(
+        self, message: Tensor, target: Tensor, *, alpha: float = 1.0, also: Tensor | None = None
+    ) -> None:
+        """target <- target + alpha * C(x), rounded once where target is narrower than x; also <- also + C(x).
 
         Args:
             message: a message that `compress` wrote, uint8 [num_bytes]; not changed.
             target: the tensor that C(x) is added to, [d], contiguous; of x's dtype or any other floating dtype.
             alpha: the factor of C(x).
+            also: another such tensor, which shares no memory with target; the message is decoded once for both.
 
         Raises:
-            ValueError: target has another dtype or shape, or no vector of its length has a message of this size.
+            ValueError: target or also has another dtype or shape, or no vector of its length has a message of this
+                size.
         """
         d = target.numel()
         _check_vector(target, (*_DTYPES, torch.bfloat16, torch.float16))
+        if also is not None:
+            _check_vector(also, (*_DTYPES, torch.bfloat16, torch.float16))
+            if also.shape != target.shape:
+                raise ValueError(f"got also={list(also.shape)}, expected the shape of target, {list(target.shape)}")
         dtype = wide(target)  # of x, mostly
         if message.dtype != torch.uint8 or message.shape != (self.num_bytes(d, dtype),):
             dtype = self._dtype_of(message, d)
-        if d:
+        if d and also is None:
             self._add(message, target, dtype, alpha)
+        elif d and also is not None:
+            self._add_to_both(message, target, also, dtype, alpha)
+
+    def _add_to_both(self, message: Tensor, target: Tensor, also: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        """`add_decompressed` with `also`, after its checks; d >= 1."""
+        self._add(message, also, dtype, 1.0)
+        self._add(message, target, dtype, alpha)
 
     def _dtype_of(self, message: Tensor, d: int) -> torch.dtype:
         """The dtype of vectors of length d whose messages have this size.

@@ -66,13 +66,23 @@ class _BlockCode(Compressor):
             yield start, stop, codes
 
     def _add(self, message: Tensor, target: Tensor, dtype: torch.dtype, alpha: float) -> None:
-        scales, packed = self._parts(message, target.shape[-1])
-        scales = scales.to(wide(target)) * (alpha * self.step)
-        for start, stop, blocks in chunks(target, self._size(target.shape[-1])):
+        for start, stop, values in self._decoded(message, target, alpha):
+            target[..., start:stop].add_(values)
+
+    def _add_to_both(self, message: Tensor, target: Tensor, also: Tensor, dtype: torch.dtype, alpha: float) -> None:
+        wider = max(target, also, key=lambda x: x.element_size())
+        for start, stop, values in self._decoded(message, wider, 1.0):
+            also[start:stop].add_(values)
+            target[start:stop].add_(values.mul_(alpha))
+
+    def _decoded(self, message: Tensor, like: Tensor, alpha: float) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (start, stop, alpha C(x) [..., stop - start]) in a dtype that is wide enough for a vector `like` x."""
+        scales, packed = self._parts(message, like.shape[-1])
+        scales = scales.to(wide(like)) * (alpha * self.step)
+        for start, stop, blocks in chunks(like, self._size(like.shape[-1])):
             own = packed[..., packed_size(start, self.bits) : packed_size(stop, self.bits)]
             codes = unpack(own, self.bits, stop - start, signed=self.is_signed)
-            values = self._values(in_blocks(codes, blocks), scales[..., blocks, :])
-            target[..., start:stop].add_(values.flatten(-2))
+            yield start, stop, self._values(in_blocks(codes, blocks), scales[..., blocks, :]).flatten(-2)
 
     def _size(self, d: int) -> int:
         return self.block_size or max(d, 1)

@@ -158,13 +158,13 @@ class Message:
                 self.code.compress(part if part.element_size() >= 4 else part.float(), field, t=t)
         return self
 
-    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
-        """x <- x + alpha C, where C is the decoded message."""
+    def add_to(self, x: Vector, alpha: float = 1.0, also: Vector | None = None) -> None:
+        """x <- x + alpha C, and also <- also + C, where C is the decoded message."""
         assert self.code is not None, "the algorithm reads the fields of this message"
         code = cast("Compressor", self.code)
-        for part, field in zip(x.parts, self.fields, strict=True):
+        for k, (part, field) in enumerate(zip(x.parts, self.fields, strict=True)):
             if part.numel():
-                code.add_decompressed(field, part, alpha=alpha)
+                code.add_decompressed(field, part, alpha=alpha, also=None if also is None else also.parts[k])
 
 
 class Received:
@@ -191,8 +191,14 @@ class Received:
     def __len__(self) -> int:
         return len(self._row)
 
-    def add_to(self, x: Vector, alpha: float = 1.0) -> None:
-        """x <- x + alpha sum_j W_ij (C_j - C_i)."""
+    def add_to(self, x: Vector, alpha: float = 1.0, own: Vector | None = None) -> None:
+        """x <- x + alpha sum_j W_ij (C_j - C_i), and own <- own + C_i, for which C_i is decoded once.
+
+        Args:
+            x: the vector of the sum; changed.
+            alpha: the factor of the sum.
+            own: a vector with the dtypes of x that takes the rank's own message of a `Share`, too; changed.
+        """
         with x.adding() as total:
-            for weight, message in self:
-                message.add_to(total, alpha=alpha * weight)
+            for k, (weight, message) in enumerate(self):
+                message.add_to(total, alpha=alpha * weight, also=None if k else own)

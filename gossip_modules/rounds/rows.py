@@ -188,8 +188,10 @@ class StackedMessage(Message):
                 torch.sub(part, values, out=left)
         return self
 
-    def add_to(self, x: Vector, alpha: float | Tensor = 1.0) -> None:
+    def add_to(self, x: Vector, alpha: float | Tensor = 1.0, also: Vector | None = None) -> None:
         """See `Message`. alpha may also be a column with a number for each rank, [n, 1]."""
+        if also is not None:
+            self.add_to(also)
         for part, values in zip(x.parts, self.values, strict=True):
             if isinstance(alpha, Tensor):
                 part.addcmul_(values, alpha.to(part))
