@@ -96,6 +96,31 @@ def test_the_rest_has_the_bits_of_a_copy_that_the_message_is_taken_from(name: st
             torch.testing.assert_close(rest, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("narrow", [None, "target", "also"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_decoding_adds_to_two_vectors(name: str, narrow: str | None) -> None:
+    """The second one as alone; the first one up to the rounding of alpha, since products are rounded once each."""
+    compressor = CASES[name].make()
+    for d in DIMENSIONS:
+        target, also = vector(d, seed=1), vector(d, seed=2)
+        if narrow == "target":
+            target = target.bfloat16()
+        elif narrow == "also":
+            also = also.bfloat16()
+        message, alone, other = compressed(compressor, vector(d), t=5), target.clone(), also.clone()
+        compressor.add_decompressed(message, alone, alpha=-0.7)
+        compressor.add_decompressed(message, other)
+        compressor.add_decompressed(message, target, alpha=-0.7, also=also)
+        torch.testing.assert_close(also, other, rtol=0, atol=0)
+        torch.testing.assert_close(target, alone, rtol=torch.finfo(target.dtype).eps * 2, atol=1e-6)
+
+
+def test_two_vectors_of_different_lengths_are_an_error() -> None:
+    x = vector(16)
+    with pytest.raises(ValueError, match=r"got also=\[8\], expected the shape of target, \[16\]"):
+        SignNorm().add_decompressed(compressed(SignNorm(), x), x, also=x[:8].clone())
+
+
 def test_a_rest_of_another_dtype_is_an_error() -> None:
     x = vector(16)
     with pytest.raises(ValueError, match=r"got a rest torch.float64 \[16\], expected torch.float32 \[16\]"):
