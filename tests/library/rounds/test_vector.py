@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +40,24 @@ def test_a_sent_copy_is_written_once() -> None:
     sent.mul_(0.5)
     with pytest.raises(AssertionError, match="an algorithm writes x once in a round, or adds to it"):
         sent.lerp_(other, 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e25])
+@pytest.mark.parametrize("shape", [(0,), (3,), (4096,), (3, 10_001)])
+def test_a_norm_is_the_one_of_float64(shape: tuple[int, ...], scale: float, dtype: torch.dtype) -> None:
+    x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    found = Vector([x, 2 * x]).norm()
+    exact = 5**0.5 * float(x.double().norm())
+    assert found == pytest.approx(exact, rel=1e-14 if dtype is torch.float64 else 1e-7, abs=0)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_norm_of_numbers_that_are_not_finite_is_none(wrong: float) -> None:
+    x = torch.ones(5000)
+    assert Vector([0 * x]).norm() == 0
+    x[4] = wrong
+    assert not math.isfinite(Vector([x, torch.ones(2)]).norm())
 
 
 def test_the_example_runs() -> None:
