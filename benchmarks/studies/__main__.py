@@ -2,7 +2,7 @@
 
 The environment variable GOSSIP_DATA names the folder that has cifar10-jpeg.tar.gz and multi30k. Set OMP_NUM_THREADS=1.
 A training that has rows in the file is not run again, so the same command goes on with a study. Several commands may
-write one file, if each has `--workers` of its own.
+write one file, if each has `--workers` or, where no rate is tuned, `--seeds` of its own.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="the CSV file of the rows; required")
     parser.add_argument("--minutes", type=float, default=math.inf, help="the time after which no training begins")
     parser.add_argument("--workers", type=int, nargs="*", help="train these numbers of workers only")
+    parser.add_argument("--seeds", type=int, nargs="*", help="train with these seeds only")
     parser.add_argument("--methods", nargs="*", help="train by these methods only, by their names in the rows")
     parser.add_argument("--quick", action="store_true", help="train each method for a few steps, to see that it runs")
     parser.add_argument("--device", default="cpu", help="the device of the models, such as cuda; resnet only")
@@ -77,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not study.cells:
         numbers = sorted({workers for workers, _, _ in STUDIES[options.name].cells})
         parser.error(f"got --workers {options.workers}, expected some of {numbers}")
+    if options.seeds:
+        seeds = sorted({seed for *_, seed in study.cells})
+        study = study.seeded(options.seeds)
+        if not study.cells:
+            parser.error(f"got --seeds {options.seeds}, expected some of {seeds}")
     if options.methods:
         try:
             study = study.only(options.methods)

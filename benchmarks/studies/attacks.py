@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from statistics import NormalDist
 from typing import Any, TypeAlias
@@ -46,8 +46,10 @@ PLACES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 }
 """The ranks of the attackers by the graph and by their names. On the exponential graph each of two is a neighbour of
 all honest workers but one or two, so that workers 1 and 5 have both."""
-D_PSGD, CLIPPED, TRIMMED = "D-PSGD", "ClippedGossip", "trimmed mean"
-RULES = (D_PSGD, CLIPPED, TRIMMED)
+D_PSGD, CLIPPED, THIRD, TRIMMED = "D-PSGD", "ClippedGossip", "ClippedGossip, a third", "trimmed mean"
+RULES = (D_PSGD, CLIPPED, THIRD, TRIMMED)
+RADII: Mapping[str, float] = {CLIPPED: 1.0, THIRD: 1 / 3}
+"""The radius of ClippedGossip, as a share of `distance_on`."""
 SHARE = 0.4
 """The share of the trimmed mean: two of the five neighbours of the exponential graph at each end, and none of two."""
 NONE = "none"
@@ -120,6 +122,11 @@ ATTACKS: Mapping[str, Attack] = {
 1.5 is about its z for 24 of 50."""
 
 
+def distance(x: Tensor) -> float:
+    """Return the distance of models x [n, d] from their mean, root mean square over models."""
+    return float((x - x.mean(0)).square().sum(1).mean().sqrt())
+
+
 class Attacked(Stacked):
     """`Stacked` in which other models leave the attackers than they have.
 
@@ -129,19 +136,25 @@ class Attacked(Stacked):
         attackers: their ranks.
         models: the trained models.
         seed: of the random numbers of the attack.
+
+    Attributes:
+        distances: the `distance` of the honest models before each round.
     """
 
     def __init__(self, honest: Stacked, attack: Attack, attackers: Sequence[int], models: Models, *, seed: int) -> None:
         assert honest.mixing is not None, "attackers have neighbours"
         super().__init__(honest.algorithm, honest.mixing.mixing, shapes=models.shapes)
         self.attack, self.attackers = attack, list(attackers)
+        self.honest, self.distances = honest_of(attackers, self.num_ranks), list[float]()
         self.draw = torch.Generator().manual_seed(seed)
 
     def run(self, x: Vector, k: int, sgd: SGDStep | None = None) -> None:
         """Run one round, see `Stacked`; the models of attackers become those that D-PSGD makes of true messages."""
         (rows,) = x.parts
+        self.distances.append(distance(rows[self.honest]))
         own = self.rows.mix(rows)[self.attackers]
-        rows[self.attackers] = self.attack(rows, self.attackers, self.draw)
+        if self.attackers:
+            rows[self.attackers] = self.attack(rows, self.attackers, self.draw)
         super().run(x, k, sgd)
         rows[self.attackers] = own
 
@@ -163,10 +176,8 @@ class UnderAttack(LabPlan):
     ) -> Running:
         """See `LabPlan`."""
         running = super().make(setting, models, workers, elastic=elastic)
-        if not self.attackers:
-            return running
         assert isinstance(running.driver, Stacked), "a method with rounds"
-        attack = ATTACKS[self.attack]
+        attack = ATTACKS.get(self.attack, reverse)
         return running._replace(driver=Attacked(running.driver, attack, self.attackers, models, seed=setting.seed))
 
 
@@ -203,15 +214,15 @@ class Case:
         """The ranks of the attackers."""
         return PLACES[self.graph][self.place] if self.place else ()
 
-    def plan(self, radius: Callable[[], float]) -> UnderAttack:
+    def plan(self, radius: Callable[[float], float]) -> UnderAttack:
         """Return the plan.
 
         Args:
-            radius: returns the radius of ClippedGossip.
+            radius: returns the radius of ClippedGossip by its share in RADII.
         """
-        what = {D_PSGD: lambda: "dpsgd", CLIPPED: lambda: ClippedGossip(radius()), TRIMMED: lambda: TrimmedMean(SHARE)}
+        what: Any = {D_PSGD: "dpsgd", TRIMMED: TrimmedMean(SHARE)}.get(self.rule)
         others = {"graph": GRAPHS[self.graph], "attack": self.attack, "attackers": self.attackers}
-        plan = UnderAttack.of(what[self.rule](), **others)
+        plan = UnderAttack.of(what or ClippedGossip(radius(RADII[self.rule])), **others)
         assert isinstance(plan, UnderAttack), "`of` makes plans of its own class"
         return plan
 
@@ -226,8 +237,8 @@ CASES: Mapping[str, Case] = {
 """All trainings but for their seeds, by the method in their rows."""
 
 
-def curve(study: Study, task: StudyTask, plan: UnderAttack, rate: float, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Train once; returns the points of the curve by `Study.columns`, of the honest workers only."""
+def training_of(study: Study, task: StudyTask, plan: UnderAttack, rate: float, steps: int, seed: int) -> LabTraining:
+    """Return a training that has not begun."""
     own = LabTask(
         task.model,
         task.loss,
@@ -236,8 +247,32 @@ def curve(study: Study, task: StudyTask, plan: UnderAttack, rate: float, steps: 
         lambda optimizer: LambdaLR(optimizer, partial(rate_factor, steps=steps)),
     )
     setting = Setting(NUM_WORKERS, study.num_parameters, study.compute, study.network, seed)
-    training = LabTraining(plan, setting, own, by=study.by)
-    honest, models, points = np.array(honest_of(plan.attackers)), training.models, []
+    return LabTraining(plan, setting, own, by=study.by)
+
+
+@cache
+def distance_on(graph: str, steps: int) -> float:
+    """Return the distance that a user would print to choose the radius of ClippedGossip on a graph.
+
+    The distance is of the models of D-PSGD without attackers after an optimizer step, before the round, which is
+    `consensus_distance()` in a loop of training: the mean over the training with the first seed.
+    """
+    study = ATTACK_STUDIES["attacks"]
+    plan = Case(graph, NONE, "", D_PSGD).plan(lambda share: math.inf)
+    training = training_of(study, study.task(), plan, RATE, steps, TUNING_SEED)
+    for _ in training.run(steps):
+        pass
+    driver = training.method.driver
+    assert isinstance(driver, Attacked), "the driver of `UnderAttack`"
+    return float(np.mean(driver.distances))
+
+
+def under_attack(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Train once, see `Study.train`; all figures are of the honest workers only."""
+    case, steps, points = CASES[key["method"]], key["steps"], []
+    plan = case.plan(lambda share: float(f"{share * distance_on(case.graph, steps):.2g}"))
+    training = training_of(study, task, plan, key["rate"], steps, seed)
+    honest, models = np.array(honest_of(plan.attackers)), training.models
     every, resolved = max(steps // study.points, 1), plan.resolved(NUM_WORKERS)
     for all_z in training.run(steps):
         if not training.step or (training.step % every and training.step < steps):
@@ -250,29 +285,9 @@ def curve(study: Study, task: StudyTask, plan: UnderAttack, rate: float, steps: 
             "plan": f"{resolved.text} {resolved.graph}", "step": training.step, "seconds": training.seconds,
             "megabytes": training.sent_bytes / 1e6, "loss": float(models.losses[honest].mean()),
             "validation": validation, "test": test, "waiting": training.waiting_share, "by": models.by,
-            "consensus": float((z - z.mean(0)).square().sum(1).mean().sqrt()), **worst,
+            "consensus": distance(z), **worst,
         })  # fmt: skip
     return points
-
-
-@cache
-def radius_of(graph: str, steps: int) -> float:
-    """Return the radius of ClippedGossip on a graph, by the advice of its page, with two digits.
-
-    The radius is the consensus distance of D-PSGD without attackers, with the first seed: the mean over 20 points of
-    the curve.
-    """
-    study = replace(ATTACK_STUDIES["attacks"], points=20)
-    plan = Case(graph, NONE, "", D_PSGD).plan(lambda: math.inf)
-    points = curve(study, study.task(), plan, RATE, steps, TUNING_SEED)
-    return float(f"{np.mean([point['consensus'] for point in points]):.2g}")
-
-
-def under_attack(study: Study, task: StudyTask, key: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
-    """Train once; see `Study.train`."""
-    case = CASES[key["method"]]
-    plan = case.plan(partial(radius_of, case.graph, key["steps"]))
-    return curve(study, task, plan, key["rate"], key["steps"], seed)
 
 
 ATTACK_STUDIES: Mapping[str, Study] = {

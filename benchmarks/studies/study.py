@@ -115,6 +115,10 @@ class Study:
         """Return the study with the cells of these numbers of workers only."""
         return replace(self, cells=tuple(cell for cell in self.cells if cell[0] in workers))
 
+    def seeded(self, seeds: Sequence[int]) -> Study:
+        """Return the study with the cells of these seeds only."""
+        return replace(self, cells=tuple(cell for cell in self.cells if cell[2] in seeds))
+
     def only(self, names: Collection[str]) -> Study:
         """Return the study with these methods only.
 

@@ -112,6 +112,10 @@ def test_numbers_of_workers_that_a_study_does_not_have(
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path / "line.csv", "--workers", "3")
     assert "got --workers [3], expected some of [2]" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "line.csv", "--seeds", "3")
+    assert "got --seeds [3], expected some of [1, 2]" in capsys.readouterr().err
+    assert LINE.seeded([2]).cells == ((2, 20, 2),)
     assert LINE.of([2]) == LINE
 
 
