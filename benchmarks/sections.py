@@ -20,6 +20,7 @@ SECTIONS: Mapping[str, str] = {
     "two_regions": "regions",
     "wire": "step_time",
     "hosts": "step_time",
+    "attacks": "faults",
 }
 """The name of a study, and of the page that it is a section of."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.claims.attacks import ATTACK_CLAIMS
 from benchmarks.claims.base import Claim
 from benchmarks.claims.chaos import CHAOS
 from benchmarks.claims.default import DEFAULT
@@ -21,6 +22,7 @@ from benchmarks.claims.uneven import UNEVEN
 from benchmarks.record import RESULTS
 
 SUBJECTS: Mapping[str, Mapping[str, Claim]] = {
+    "attacks": ATTACK_CLAIMS,
     "chaos": CHAOS,
     "default": DEFAULT,
     "elastic": ELASTIC,

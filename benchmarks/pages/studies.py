@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from benchmarks.pages.attack_study import ATTACK_STUDY
 from benchmarks.pages.base import Page
 from benchmarks.pages.computed_studies import COMPUTED_HEADLINES, COMPUTED_STUDIES
 from benchmarks.pages.founding import FOUNDING
@@ -27,6 +28,7 @@ STUDIES: Mapping[str, Page] = {
     **REGION_STUDY,
     **COMPUTED_STUDIES,
     **UNEVEN_STUDIES,
+    **ATTACK_STUDY,
 }
 """By the name of the page."""
 
