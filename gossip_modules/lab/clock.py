@@ -489,7 +489,8 @@ class BucketClock(StepClock):
     """DistributedDataParallel: gradients come evenly over the backward pass, under which full buckets are all-reduced.
 
     A bucket begins when all workers have it and the one before is done. Nothing hides the last one. A forward averages
-    the gradient of the step before it, so the first forward has none.
+    the gradient of the step before it, so the first forward has none. Buckets have the sizes of the gradients; on the
+    wire they are smaller where the message is, and take their shares of its encoding and decoding.
     """
 
     begins_with_round = False
@@ -497,12 +498,14 @@ class BucketClock(StepClock):
     def _start_times(self, arrivals: Array, exchanges: Exchanges) -> Array:
         if self.k == self.first_k or not exchanges:
             return arrivals
-        compute, size = self.compute.compute_seconds(self.k - 1, self.links.workers), self.message.num_bytes
-        done, reduced = 0.0, 0.0
+        compute, size = self.compute.compute_seconds(self.k - 1, self.links.workers), self.model_bytes
+        message, done, reduced = self.message, 0.0, 0.0
+        coding = (message.encode_seconds + message.decode_seconds) / size  # of a byte
         for bucket in bucket_bytes(size):
             reduced += bucket
             left = (1 - reduced / size) * (1 - FORWARD_SHARE) * compute  # of the backward pass
-            done = max(done, float((arrivals - left).max())) + self.links.all_reduce_seconds(bucket)
+            reduction = self.links.all_reduce_seconds(bucket * message.num_bytes / size)
+            done = max(done, float((arrivals - left).max())) + reduction + bucket * coding
         self._count(self.average)
         return np.full(len(arrivals), done)
 

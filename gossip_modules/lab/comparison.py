@@ -89,7 +89,7 @@ class LabTraining:
             for event in self.events:
                 if event.step == self.step:
                     self._regroup(event)
-            driver, clock, schedule, averages = self.method
+            driver, clock, schedule, averages, narrow = self.method
             workers = clock.links.workers
             is_whole = len(workers) == len(models.x)
             x = models.x if is_whole else models.x[workers]
@@ -109,7 +109,7 @@ class LabTraining:
             if not is_whole:
                 z, own = models.x.clone(), z
                 z[workers] = own
-            models.step(z, self.step, stepping, averages=averages)
+            models.step(z, self.step, stepping, averages=averages, narrow=narrow)
             self.num_steps[stepping] += 1
             self.step += 1
 

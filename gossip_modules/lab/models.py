@@ -293,7 +293,9 @@ class Models:
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer[chosen] = part.view(-1, *buffer.shape[1:])
 
-    def step(self, z: Tensor, k: int, workers: Indices, *, averages: bool = False) -> None:
+    def step(
+        self, z: Tensor, k: int, workers: Indices, *, averages: bool = False, narrow: torch.dtype | None = None
+    ) -> None:
         """Take the optimizer step k of some workers.
 
         Args:
@@ -301,6 +303,7 @@ class Models:
             k: the number of the step.
             workers: the rows that step, int64.
             averages: whether each worker steps by the mean of the gradients of these workers.
+            narrow: the dtype in which gradients, divided by the number of workers, are added; None: their own.
         """
         if not (self.learns and len(workers)):
             return
@@ -316,7 +319,7 @@ class Models:
             self._is_used = [g is not None for g in gradients] if self.by == "compile" else []
         self.losses[chosen] = losses.detach().to(self.losses)
         if averages:
-            gradients = tuple(None if g is None else g[chosen].mean(0).expand_as(g).clone() for g in gradients)
+            gradients = tuple(None if g is None else _mean(g, chosen, narrow) for g in gradients)
         self._rate = self.optimizers[0].param_groups[0]["lr"]
         for index in range(1) if self._is_stacked else workers.tolist():
             for leaf, gradient in zip(self._leaves[index], gradients, strict=True):
@@ -424,3 +427,10 @@ def _moved(batch: Any, device: torch.device) -> Any:
         values = [_moved(value, device) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch.to(device) if isinstance(batch, Tensor) else batch
+
+
+def _mean(gradients: Tensor, chosen: Tensor, narrow: torch.dtype | None) -> Tensor:
+    """Return the mean gradient of the chosen workers in each row, with the rounding of DDP's hooks of 16 bits."""
+    own = gradients[chosen]
+    mean = own.mean(0) if narrow is None else (own / len(own)).to(narrow).sum(0).to(own)
+    return mean.expand_as(gradients).clone()

@@ -116,12 +116,14 @@ class Running(NamedTuple):
     clock: has the time and the bytes; a method whose workers have their own pace is its own driver.
     schedule: the action of each step.
     averages_gradients: whether a step averages the gradients of all workers.
+    narrow: the dtype of the averaged gradients on the wire; None: their own.
     """
 
     driver: Stacked | OwnPace
     clock: StepClock
     schedule: Schedule = Schedule()
     averages_gradients: bool = False
+    narrow: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class LabPlan:
         schedule: the steps with gossip and with averages over all.
         overlap: whether a round takes effect one step later, under the compute.
         wire_dtype: torch.bfloat16 or torch.float16 rounds messages of models, as `wire_dtype=` of the wrappers does;
-            for D-PSGD, SGP, Overlap SGP and MATCHA. None: they are not rounded.
+            for D-PSGD, SGP, Overlap SGP and MATCHA. For AllReduce it rounds gradients, as the hooks of
+            DistributedDataParallel do. None: they are not rounded.
         is_recipe: whether the recipe chose the settings, so that other settings may be tried.
         is_text: whether a text names the method, so that its draws take the seed of the setting.
 
@@ -144,6 +147,8 @@ class LabPlan:
     'choco with topk on hypercube'
     >>> LabPlan.of("GASLoC(sync_every=50):ring").name
     'GASLoC(sync_every=50) on ring'
+    >>> LabPlan.of("ar+float16").name
+    'ar in float16'
     """
 
     chosen: Chosen
@@ -163,7 +168,7 @@ class LabPlan:
         Args:
             what: a plan; an algorithm, or the settings of another method, such as `SGP()`; or a text: `method`,
                 `method:graph` or `method:graph:code`, with the name of a method, or the text of an algorithm with its
-                code.
+                code. `+bfloat16` or `+float16` at its end is the `wire_dtype`.
             others: further arguments of `LabPlan`.
 
         Raises:
@@ -173,6 +178,9 @@ class LabPlan:
             return replace(what, **others)
         if not isinstance(what, str):
             return cls(chosen_of(what), is_recipe=False, is_text=False, **others)
+        plain, plus, end = what.rpartition("+")
+        if plus and end in _DTYPES:
+            return replace(cls.of(plain, **others), wire_dtype=_DTYPES[end])
         head, bracket, tail = what.rpartition(")")
         first, *rest = (tail if bracket else what).split(":")
         text = head + bracket
@@ -180,7 +188,8 @@ class LabPlan:
         if name not in METHODS or len(rest) > (1 if text else 2) or (text and first):
             raise ValueError(
                 f"got method={what!r}, expected <method>[:<graph>[:<code>]] with a method of {', '.join(METHODS)}, or "
-                "<algorithm>[:<graph>]; e.g. sgp, dpsgd:ring, choco:torus:topk or 'DiLoCo(sync_every=50)'"
+                "<algorithm>[:<graph>], with +bfloat16 or +float16 at the end for messages of 16 bits; e.g. sgp, "
+                "dpsgd:ring, choco:torus:topk, osgp+bfloat16 or 'DiLoCo(sync_every=50)'"
             )
         graph, code = [*rest, "", ""][:2]
         method = METHODS[name]
@@ -229,13 +238,16 @@ class LabPlan:
 
     @property
     def label(self) -> str:
-        """The method in tables: its name and code, or its text."""
-        return self.method.name + (self.code and f":{self.code}") if self.is_recipe else self.text
+        """The method in tables: its name and code, or its text, and the dtype of its messages."""
+        text = self.method.name + (self.code and f":{self.code}") if self.is_recipe else self.text
+        return text + (f"+{_name(self.wire_dtype)}" if self.wire_dtype else "")
 
     @property
     def name(self) -> str:
-        """The method, its code and graph in words: 'choco with sign on torus'."""
-        name = self.label.replace(":", " with ") if self.is_recipe else self.label
+        """The method, its code, the dtype of its messages and its graph in words: 'choco with sign on torus'."""
+        name = replace(self, wire_dtype=None).label
+        name = name.replace(":", " with ") if self.is_recipe else name
+        name += f" in {_name(self.wire_dtype)}" if self.wire_dtype else ""
         return f"{name} on {self.graph}" if self.graph else name
 
     @property
@@ -288,10 +300,10 @@ class LabPlan:
             raise ValueError(f"got events with {self.method.title}, expected none: {why}")
         if elastic and isinstance(chosen.made, Algorithm):
             chosen = replace(chosen, made=chosen.made.for_membership())
-        if self.wire_dtype is not None and self.method.name not in _ROUNDED:
+        if self.wire_dtype is not None and self.method.name not in ("ar", *_ROUNDED):
             raise ValueError(
                 f"got wire_dtype={self.wire_dtype} of {self.method.name} in the Lab, expected None, or a method of "
-                f"{', '.join(_ROUNDED)}"
+                f"{', '.join(('ar', *_ROUNDED))}"
             )
         run = PlanRun(replace(self.resolved(len(workers)), chosen=chosen), setting, models, workers)
         make: Callable[[PlanRun], Running] | None = self.method.simulate or _RUNS.get(self.method.name)
@@ -451,11 +463,16 @@ class PlanRun:
         compute, links, message = self.cluster
         size = self.model_bytes + self.buffer_bytes
         if plan.wire_dtype is not None:
-            code, dtype = Cast(plan.wire_dtype), torch.float32 if self.setting.num_parameters else self.models.x.dtype
-            message = _message(links, size, code.num_bytes(int(size / dtype.itemsize), dtype), CODE_PASSES[Cast])
+            message = self.rounded(plan.wire_dtype, size)
         clock = (OverlapClock if overlap else StepClock)(compute, links, message, model_bytes=size)
         driver = Stacked(DPSGD(), mixing, overlap=overlap, wire_dtype=plan.wire_dtype)
         return Running(driver, clock, plan.schedule)
+
+    def rounded(self, wire_dtype: torch.dtype, size: float) -> MessageCost:
+        """Return the cost of a vector of `size` bytes that is sent in another dtype."""
+        dtype = torch.float32 if self.setting.num_parameters else self.models.x.dtype
+        num_bytes = Cast(wire_dtype).num_bytes(int(size / dtype.itemsize), dtype)
+        return _message(self.links, size, num_bytes, CODE_PASSES[Cast])
 
     def matcha_weights(self) -> MixingManager:
         """Return the weights of MATCHA's matchings."""
@@ -472,9 +489,14 @@ class PlanRun:
 
     def all_reduce(self) -> Running:
         """Return AllReduce SGD, which averages gradients in buckets, or models if there is nothing to learn."""
-        learns, driver = self.models.learns, Stacked(DPSGD(), None, self.num_ranks)
-        clock = (BucketClock if learns else StepClock)(self.setting.compute, self.links, MessageCost(self.model_bytes))
-        return Running(driver, clock, Schedule(average_every=1), averages_gradients=learns)
+        learns, driver, narrow = self.models.learns, Stacked(DPSGD(), None, self.num_ranks), self.plan.wire_dtype
+        size, n = self.model_bytes, self.num_ranks
+        message = MessageCost(size) if narrow is None else self.rounded(narrow, size)
+        seconds = message.encode_seconds + message.decode_seconds + self.links.all_reduce_seconds(message.num_bytes)
+        average = MessageCost(2 * (n - 1) / n * message.num_bytes, seconds)
+        kind = BucketClock if learns else StepClock
+        clock = kind(self.setting.compute, self.links, message, model_bytes=size, average=average)
+        return Running(driver, clock, Schedule(average_every=1), averages_gradients=learns, narrow=narrow)
 
     def ad_psgd(self) -> Running:
         """Return AD-PSGD, or A2CiD2."""
@@ -518,7 +540,8 @@ class PlanRun:
 
 
 _ROUNDED = ("dpsgd", "sgp", "osgp", "matcha")
-"""The methods whose messages the Lab rounds."""
+"""The methods whose messages of models the Lab rounds."""
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _RUNS: Mapping[str, Callable[[PlanRun], Running]] = {
     "ar": PlanRun.all_reduce,
     **dict.fromkeys(_ROUNDED, PlanRun.gossip),
@@ -527,6 +550,10 @@ _RUNS: Mapping[str, Callable[[PlanRun], Running]] = {
     "dpwa": PlanRun.dpwa,
 }
 """The methods that are no algorithms, by name."""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _message(links: WorkerLinks, size: float, num_bytes: float, passes: tuple[float, float]) -> MessageCost:

@@ -350,6 +350,8 @@ def advise(predictions: Sequence[Prediction], setting: Setting) -> Advice:
             f"To train like this: {launch} {recipe_options(chosen.plan, setting)} "
             "(in a clone, on one machine; for several see job_scripts/)"
         )
+        if chosen.plan.method.name == "ar" and chosen.plan.wire_dtype is not None:
+            sentences[-1] += ", and register DistributedDataParallel's hook of 16 bits: docs/choosing.md#hook"
     return Advice(chosen, tuple(sentences))
 
 
@@ -434,6 +436,8 @@ def recipe_options(plan: LabPlan, setting: Setting) -> str:
     if plan.peers_per_itr is None and plan.graph in {**STATIC_GRAPHS, **DIRECTED_STATIC_GRAPHS}:
         peers = num_neighbours(str(plan.graph), setting.world_size)
     values: dict[str, object] = {"graph": plan.graph}
+    if plan.wire_dtype is not None:
+        values["wire_dtype"] = str(plan.wire_dtype).removeprefix("torch.")
     if isinstance(peers, int) and peers > 1:
         values["peers_per_itr"] = peers
     values |= {option.name: getattr(schedule, option.name) for option in fields(schedule)}
@@ -482,7 +486,7 @@ def _choice(chosen: Prediction, predictions: Sequence[Prediction]) -> str:
     """Return the first sentence: beside AllReduce if it was tried, else the next best."""
     sentence = f"Choose {chosen.name}: {chosen.seconds:.1f} s to the target"
     others = [p for p in predictions if p.has_reached and p.has_agreed and p is not chosen]
-    rival = next((p for p in others if p.plan.method.name == "ar"), None) or best(others)
+    rival = best([p for p in others if p.plan.method.name == "ar"]) or best(others)
     if rival is None:
         return f"{sentence}, the only one that reaches it with workers that agree."
     steps = f"{chosen.num_steps:.0f} steps of {chosen.step_seconds:.3f} s beside {rival.num_steps:.0f} of"

@@ -90,6 +90,24 @@ def test_of_all_methods_the_planner_advises_as_the_rows_of_the_pages(monkeypatch
     assert f"they advise AllReduce, {100 * ahead:.0f} % before Overlap SGP" in said
 
 
+@pytest.mark.parametrize(
+    ("method", "text", "rate"),
+    [
+        ("ddp", "ar", 1.0),
+        *(("ddp-fp16", "ar+float16", rate) for rate in (0.1, 1.0)),
+        *(("sgp-bf16", "sgp+bfloat16", rate) for rate in (0.1, 1.0)),
+        *(("osgp-bf16", "osgp+bfloat16", rate) for rate in (0.1, 1.0)),
+    ],
+)
+def test_the_planner_predicts_the_steps_of_the_cells(method: str, text: str, rate: float) -> None:
+    """Where links bound them; the cluster was slowed by four, as the page of the cells says."""
+    cells = rows_of("default_cells.csv")
+    own = cells[(cells["method"] == method) & (cells["rate_gbit"] == rate / 4)]
+    setting = Setting(8, 2_800_000, Compute(0.04), Network(f"{1000 * rate:g} Mbit/s"))
+    found = simulate(LabPlan.of(text), setting, Digits(), max_steps=16)
+    assert found.step_seconds == pytest.approx(own["fleet_step_ms"].median() / 4e3, rel=0.15)
+
+
 def test_local_sgd_is_first_where_links_are_slow() -> None:
     """On `slow`, links of 0.1 Gbit/s: before DiLoCo and SGP, and by more than the seeds differ."""
     log = pd.read_csv(RESULTS / "records.csv", dtype=DTYPES)

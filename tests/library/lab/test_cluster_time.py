@@ -64,7 +64,7 @@ def predicted(method: str, cell: pd.Series, overhead_seconds: float) -> float:
     network = Network(f"{cell['rate_gbit']} Gbit/s, 0.1 ms", memory_byte_s=memory, message_byte_s=messages)
     models = Models(digits(), n)  # a task that learns, so that all-reduce averages gradients in buckets
     setting = Setting(n, int(cell["num_parameters"]), compute, network)
-    driver, clock, schedule, _ = LabPlan.of(PLANS[method]).make(setting, models)
+    driver, clock, schedule, *_ = LabPlan.of(PLANS[method]).make(setting, models)
     met = 0.0
     for k in range(num_warm + num_timed):
         if k == num_warm:

@@ -35,6 +35,23 @@ from tests.library.lab.simulations import CLUSTER, EVEN, LINKS, MODEL_BYTES, UNE
 # Predictions.
 
 
+def test_messages_of_16_bits_are_compared_and_named() -> None:
+    """At 0.1 Gbit/s the bytes bound a step, so half of them take little more than half of the time."""
+    setting = replace(CLUSTER, network=Network("100 Mbit/s"))
+    found = {name: simulate(name, setting, digits(), max_steps=40) for name in ("ar", "ar+float16", "sgp+bfloat16")}
+    assert 0.5 < found["ar+float16"].step_seconds / found["ar"].step_seconds < 0.55
+    assert found["ar+float16"].rank_bytes == pytest.approx(found["ar"].rank_bytes / 2, rel=0.01)
+    assert "\nsgp+bfloat16 " in as_table(list(found.values()))
+    assert found["sgp+bfloat16"].name == "sgp in bfloat16 on npeer-exponential"
+    at_equal = [replace(p, error=0.0, seconds=k + 1.0, disagreement=0.0) for k, p in enumerate(found.values())]
+    for first, end in ((1, "register DistributedDataParallel's hook of 16 bits"), (2, "--wire-dtype bfloat16 ")):
+        text = " ".join(advise([replace(at_equal[first], seconds=0.5), at_equal[0]], setting).sentences)
+        assert f"Choose {at_equal[first].name}: 0.5 s" in text
+        assert end in text
+    with pytest.raises(ValueError, match=r"got wire_dtype=torch.float16 of wagma in the Lab, expected None"):
+        simulate("wagma+float16", setting, digits())
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_in_every_world(name: str) -> None:
     worlds: list[tuple[int, Problem]] = [(1, digits()), (2, Consensus()), (7, digits())]

@@ -220,7 +220,9 @@ def test_rounded_messages_train_as_by_ranks(what: str) -> None:
 
 
 def test_messages_that_the_lab_does_not_round_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"got wire_dtype=torch.bfloat16 of adpsgd in the Lab, expected None"):
+    with pytest.raises(
+        ValueError, match=r"got wire_dtype=torch.bfloat16 of adpsgd in the Lab, expected None, or .* of ar, dpsgd"
+    ):
         trained(LabPlan.of("adpsgd", wire_dtype=torch.bfloat16), task(), steps=0)
 
 
@@ -370,6 +372,30 @@ def test_all_reduce_averages_gradients() -> None:
     training = trained("ar", own)
     expected = torch.cat([dict(module.named_parameters())[name[6:]].flatten() for name in training.models.names])
     torch.testing.assert_close(training.models.x[2], expected.detach(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_all_reduce_in_16_bits_adds_gradients_as_the_hooks_of_ddp_do(name: str) -> None:
+    """g_i / n is rounded, and so is the sum; the bytes are half of those in float32."""
+    own, dtype = task(), getattr(torch, name)
+    module = own.model()
+    module.load_state_dict(trained("ar", own, steps=0).models.module.model.state_dict())
+    optimizer = adam(module.parameters())
+    for step in range(STEPS):
+        sums = [torch.zeros_like(parameter) for parameter in module.parameters()]
+        for worker in range(N):
+            gradients = torch.autograd.grad(loss(module, own.batch(worker, step, 0)), list(module.parameters()))
+            for total, gradient in zip(sums, gradients, strict=True):
+                total.add_((gradient / N).to(dtype))
+        for parameter, total in zip(module.parameters(), sums, strict=True):
+            parameter.grad = total.to(dtype).to(parameter)
+        optimizer.step()
+    training, plain = trained(f"ar+{name}", own), trained("ar", own)
+    expected = torch.cat([dict(module.named_parameters())[key[6:]].flatten() for key in training.models.names])
+    torch.testing.assert_close(training.models.x[2], expected.detach(), rtol=0, atol=1e-5)
+    assert not torch.equal(training.models.x, plain.models.x)
+    share = 2 / plain.models.x.element_size()
+    assert training.sent_bytes == pytest.approx(plain.sent_bytes * share, rel=0.01)
 
 
 # Workers that die or join.
