@@ -185,6 +185,7 @@ class MessageRounds(Mail):
         self._device, self._weight = flat.raw.device, flat.push_sum_weight
         self._others = tuple((b.dtype, b.numel()) for b in buffers)
         self._room = self.memory.cached("messages", dict[Hashable, Message])  # the messages of earlier rounds
+        self._lent: dict[Hashable, Message] = {}  # taken from there, until no peer can write or read them
 
     def find_peers(self) -> Sequence[int]:
         """Return the live peers of the round.
@@ -234,17 +235,28 @@ class MessageRounds(Mail):
 
     def _kept(self, key: Hashable, make: Callable[[], Message]) -> Message:
         """Return the message with this key, which an earlier round may have made."""
-        if not self._is_checked:  # messages are whole models, whose memory training may use between rounds
-            return make()
         place = key, (self._others if self._phase == 0 else ())
-        if (message := self._room.get(place)) is None:
-            message = self._room[place] = make()
+        if self._is_checked:
+            if (message := self._room.get(place)) is None:
+                message = self._room[place] = make()
+            return message
+        # Messages without a check are whole models. Those of links belong to the state of the links. On a GPU training
+        # may use the memory of others between rounds; on a CPU new memory takes several times as long as a copy.
+        if self.has_links or self._device.type != "cpu":
+            return make()
+        message = self._room.pop(place) if place in self._room else make()
+        self._lent[place] = message
         return message
 
-    def _reply_to(self, message: Message, peer: int) -> Message:
-        """Return the memory for the message of a peer that answers this one."""
+    def _reply_to(self, message: Message, place: int) -> Message:
+        """Return the memory for the message of a peer that answers this one.
+
+        Args:
+            message: the own message.
+            place: the peer, or its number among the peers of the round, so that other rounds use the memory for others.
+        """
         sizes = message.buffer.sizes
-        reply = self._kept(("from", peer, sizes), lambda: message.reply_in(MessageBuffer(sizes, self._device)))
+        reply = self._kept(("from", place, sizes), lambda: message.reply_in(MessageBuffer(sizes, self._device)))
         reply.code = message.code
         return reply
 
@@ -263,7 +275,10 @@ class MessageRounds(Mail):
         if self._buffers:
             for message in {id(m): m for m in messages.values()}.values():
                 message.fill_others(self._buffers)
-        self._pairs = {j: (message, self._reply_to(message, j)) for j, message in messages.items()}
+        self._pairs = {
+            j: (message, self._reply_to(message, j if self._is_checked else k))
+            for k, (j, message) in enumerate(messages.items())
+        }
         if self._is_checked:
             self.post_headers(checksums)
         sends, recvs = ({j: (pair[side].buffer.raw,) for j, pair in self._pairs.items()} for side in (0, 1))
@@ -295,6 +310,9 @@ class MessageRounds(Mail):
         # Headers first: where the numbers differ, the messages may have another size.
         lost = self.message_check.wait(self.transport, t=self._t) if self._is_checked else frozenset()
         messages.wait()
+        if not (lost or messages.lost):  # a peer that wakes up may still write into its message
+            self._room.update(self._lent)
+        self._lent = {}
         if self._is_elastic:
             self._lost |= lost | messages.lost
             if lost := self._lost.intersection(self.row.in_peers):

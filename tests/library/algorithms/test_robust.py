@@ -20,10 +20,13 @@ from torch.nn.functional import cross_entropy
 
 from gossip_modules import ClippedGossip, GossipDataParallel, RingGraph, TrimmedMean
 from gossip_modules.algorithms.d_psgd import DPSGD
-from gossip_modules.extend import Algorithm
+from gossip_modules.extend import Algorithm, FlatBuffer, PushPull
 from gossip_modules.graph_manager import CompleteGraph, DynamicBipartiteExponentialGraph, GraphManager
 from gossip_modules.lab import Digits
 from gossip_modules.mixing_manager import MetropolisHastingsMixing, MixingManager
+from gossip_modules.rounds import message_rounds
+from gossip_modules.rounds.messages import MessageBuffer
+from gossip_modules.rounds.rounds import Rounds
 from gossip_modules.rounds.stacked import Stacked
 from tests.harness.ranks import run_ranks
 
@@ -187,6 +190,47 @@ def test_buffers_of_neighbours_stay_out(name: str, overlap: bool) -> None:
     for rank, (of_buffer, of_weight) in enumerate(run_ranks(N, body)):
         assert math.isnan(of_buffer) if rank == 2 else of_buffer == 0.0
         assert of_weight != 0.0 or 0 < rank < N - 1, "differences to both neighbours of a ring cancel but at its ends"
+
+
+class Echo:
+    """A transport between two ranks, of which the other sends each message back, or fails."""
+
+    rank, world_size, names, device, is_elastic = 0, 2, (0, 1), torch.device("cpu"), False
+
+    def __init__(self) -> None:
+        self.lost: frozenset[int] = frozenset()
+
+    def exchange(self, sends: Any, recvs: Any, **_: Any) -> Echo:
+        for peer, tensors in sends.items():
+            for x, y in zip(tensors, recvs[peer], strict=True):
+                y.copy_(x)
+        return self
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@pytest.mark.parametrize("algorithm", [ClippedGossip(1.0), TrimmedMean(0.3)], ids=repr)
+def test_messages_keep_their_memory_unless_a_peer_may_still_write(
+    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The own message and one reply are made in the first round, and in the round after one in which a peer failed."""
+    made = list[Any]()
+
+    def counted(*args: Any) -> MessageBuffer:
+        made.append(args)
+        return MessageBuffer(*args)
+
+    monkeypatch.setattr(message_rounds, "MessageBuffer", counted)
+    vector, echo = FlatBuffer(nn.Linear(3, 2)).vector, Echo()
+    rounds = Rounds(algorithm, PushPull())
+    rounds.bind(MetropolisHastingsMixing(RingGraph(2)), echo)  # type: ignore[arg-type]
+    counts = list[int]()
+    for t in range(5):
+        echo.lost = frozenset({1}) if t == 2 else frozenset()
+        rounds.mix(vector, t)
+        counts.append(len(made))
+    assert counts == [2, 2, 2, 4, 4]
 
 
 # Training with a rank that lies.
