@@ -1,4 +1,4 @@
-"""The studies of the default: a small decoder by 8 to 64 workers over 3,000 steps, by all-reduce and by gossip.
+"""The studies of the default: a small decoder by 2 to 64 workers over 3,000 steps, by all-reduce and by gossip.
 
 The page docs/benchmarks/default.md joins its curves with the times of the emulated cluster.
 """
@@ -78,6 +78,16 @@ EIGHT: Mapping[str, Any] = {
 """The methods of 8 workers."""
 SHORTER: Mapping[str, Any] = {**FIRST, **LOCAL_MIXED, **CODED_MIXED, **OVERLAP, **TWO, **ROUNDED}
 """The methods of 8 workers that are trained for fewer steps too."""
+TWO_WORKERS: Mapping[str, Any] = {
+    ALL_REDUCE: "ar",
+    "SGP, AdamW": "sgp",
+    "local SGD, H = 10, AdamW": LocalSGD(sync_every=10),
+    **by_gossip_adamw(
+        {"SGP": "sgp", f"SGP{MIXED}": "sgp", "Overlap SGP": "osgp", "local SGD, H = 10": LocalSGD(sync_every=10)}
+    ),
+    **CODED_MIXED,
+}
+"""The methods of two workers."""
 SEARCHED: Mapping[str, Any] = {
     **FIRST,
     **TWO,
@@ -133,6 +143,7 @@ def study(
 
 DEFAULT: Mapping[str, Study] = {
     "language": study(EIGHT, [8, 16]),
+    "language_two": study(TWO_WORKERS, [2]),
     "language_many": study(MANY, [32, 64], seeds=SEEDS[:1], tuning=0.2),
     "language_search": study(SEARCHED, [64], seeds=SEEDS[:1], steps=600, rates=(0.016,), points=4),
     **{
@@ -140,7 +151,7 @@ DEFAULT: Mapping[str, Study] = {
         for steps, methods in ((1500, SHORTER), (2000, SHORTER), (6000, SPARSE))
     },
 }
-"""The studies by name. With 8 and 16 workers, rates are chosen by whole trainings, with more by a fifth of the steps.
+"""The studies by name. With 2, 8 and 16 workers, rates are chosen by whole trainings, with more by a fifth of the steps.
 `language_search` trains all methods at one rate, the best one of SGP in 600 steps, and writes `language_search.csv`;
-all others write `language.csv`. The last three train 8 workers for other numbers of steps, at the rates that `language`
+`language_two` writes `language_two.csv`, and all others write `language.csv`. The last three train 8 workers for other numbers of steps, at the rates that `language`
 has found."""
