@@ -1,4 +1,4 @@
-"""The pages of the studies of `benchmarks.studies.default`: the loss with 8 to 64 workers, and the time until it."""
+"""The pages of the studies of `benchmarks.studies.default`: the loss with 2 to 64 workers, and the time until it."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ def by_workers(rows: pd.DataFrame) -> str:
     first = [BASE, *order.sort_values().index.drop(BASE)]
     columns = {"method": ("method", "s"), **{n: (f"{n} workers", "s") for n in cells}}
     return table(cells.loc[first].reset_index(), columns)
+
+
+def two_ends(rows: pd.DataFrame) -> str:
+    """Write the ends of the trainings of two workers."""
+    return table(gaps(rows, BASE, STEPS), {name: column for name, column in ENDS.items() if name != "workers"})
 
 
 def every_end(rows: pd.DataFrame) -> str:
@@ -107,6 +112,16 @@ def picture() -> str:
     return seconds_to_loss.draw(shown, list(BARS.values()), title).svg()
 
 
+TWO = Page(
+    "Two workers",
+    "language_two.csv",
+    """\
+**With two workers SGP ends {language.sgp_adamw_2} nats above all-reduce by AdamW, and {language.sgp_2} by
+GossipAdamW.** Local SGD with H = 10 ends {language.local_adamw_2} above by AdamW and {language.local_2} by
+GossipAdamW. TEXT""",
+    render=two_ends,
+    measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
+)
 SEARCH = Page(
     "Search for the method of 64 workers",
     "language_search.csv",
@@ -132,7 +147,7 @@ not carry over from one machine to another; the first place at 0.1 Gbit/s does."
 )
 DEFAULT: Mapping[str, Page] = {
     "language": Page(
-        "Language: gossip beside all-reduce, 8 to 64 workers",
+        "Language: gossip beside all-reduce, 2 to 64 workers",
         "language.csv",
         """\
 **Local SGD with mixed first moments and an average in every second step ends lowest of all gossip: in nats above
@@ -145,10 +160,10 @@ and by AdamW {language.adamw_8} with the first seed: the second moments make {la
         render=every_end,
         summary=by_workers,
         measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
-        parts=(SEARCH, SECOND_MOMENTS),
+        parts=(TWO, SEARCH, SECOND_MOMENTS),
         setup="""\
 This is [a study in the Lab](index.md#studies-in-the-lab): a decoder of 20,480 parameters learns text in 3,000 steps, on
-four sequences of 32 characters per worker and step. GossipAdamW has the settings of AdamW. With 8 and 16 workers, rates
+four sequences of 32 characters per worker and step. GossipAdamW has the settings of AdamW. With 2, 8 and 16 workers, rates
 are the best ones of whole trainings with the first seed; with more, of trainings of 600 steps. Cells have nats of the
 test split above all-reduce with the same seed: the mean, the lowest and the highest.""",
         question="Is it as accurate?",

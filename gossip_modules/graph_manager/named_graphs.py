@@ -106,7 +106,7 @@ def named_graph(name: str, world_size: int, peers_per_itr: int | Mapping[int, in
         graph = NetworkXGraph(PREDEFINED_GRAPHS[name](), peers_per_itr=peers_per_itr)
         if graph.world_size != world_size:
             raise ValueError(
-                f"got graph={name!r} for {world_size} nodes, expected the {graph.world_size} nodes that it has; start "
+                f"got graph={name!r} for {world_size} ranks, expected the {graph.world_size} ranks that it has; start "
                 f"as many, or take the graph ring"
             )
         return graph

@@ -59,7 +59,7 @@ def measure_link_times(
     if world_size(matchings) != transport.world_size:
         raise ValueError(
             f"got a base graph of {world_size(matchings)} ranks, expected {transport.world_size}, the size of the "
-            f"transport. Build the graph with that many nodes."
+            f"transport. Build the graph with that many ranks."
         )
     median = median_exchange(transport, num_bytes=num_bytes, num_repeats=num_repeats, device=device)
     return seconds_of_links(transport, matchings, median, what="measure_link_times")

@@ -18,7 +18,7 @@ from gossip_modules import GossipDataParallel, RingGraph, registry
 from gossip_modules.lab.planner import MAX_STEPS
 from gossip_modules.methods import METHODS
 from gossip_modules.mixing_manager import MetropolisHastingsMixing
-from tests.harness.quadratics import CURVATURES, MINIMA, START, Point, descended, plain_sgd, solve
+from tests.harness.quadratics import CURVATURES, LEARNING_RATE, MINIMA, START, Point, descended, solve
 from tests.harness.ranks import run_ranks
 from tests.harness.scripts import script_outputs
 
@@ -81,7 +81,7 @@ def _no_new_methods() -> Iterator[None]:
 def test_algorithms() -> None:
     """They do what the page says of them; their law in float64; a registered one has a row in the simulator."""
     namespace, output = run_page("algorithm.md")
-    agreement, untrusting, trusting, periodic, plain, own = output.splitlines()
+    agreement, untrusting, *trusting, periodic, plain, own = output.splitlines()
     without, with_momentum = (float(number) for number in re.findall(r"\d\.\de-\d\d", agreement))
     assert with_momentum < without / 100
     assert periodic == "the averaged weight is 1.50"
@@ -90,10 +90,12 @@ def test_algorithms() -> None:
     assert METHODS["randomshare"].title == "Random share"
     check_momentum_gossip(namespace["MomentumGossip"])
     check_step_then_mix(namespace["StepThenMix"])
-    found = [[float(number) for number in re.findall(r"-?\d\.\d\d", line)] for line in (untrusting, trusting)]
+    found = [[float(number) for number in re.findall(r"-?\d\.\d\d", line)] for line in (untrusting, *trusting)]
     assert all(weight < 0 for weight in found[0])  # near the mean of the labels, -0.5
-    assert all(abs(weight - 1) < 0.02 for weight in found[1][:3])
-    check_trust_gossip(namespace["TrustGossip"])
+    assert len(found) == 3
+    assert all(abs(weight - 1) < 0.02 for own in found[1:] for weight in own[:3])
+    check_trust_gossip(namespace["TrustGossip"], momentum=0.0)
+    check_trust_gossip(namespace["TrustQG"], momentum=0.4)
     check_random_share(namespace["RandomShare"])
 
 
@@ -111,14 +113,19 @@ def check_momentum_gossip(algorithm: Any) -> None:
     torch.testing.assert_close(solve(lambda: {"algorithm": algorithm(0.4)}, num_steps=6), x, rtol=0, atol=1e-12)
 
 
-def check_trust_gossip(algorithm: Any) -> None:
+def check_trust_gossip(algorithm: Any, *, momentum: float) -> None:
+    """With a momentum it is quasi-global."""
     curvatures, minima = (torch.tensor(values, dtype=torch.float64) for values in (CURVATURES, MINIMA))
-    x = torch.full((5,), START, dtype=torch.float64)
-    for num_steps in (0, *[1] * 6):
-        x = descended(x, num_steps)
+    x, mh = torch.full((5,), START, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    for has_step in (False, *[True] * 6):  # a round comes before each step
+        last = x
+        if has_step:
+            x = x - LEARNING_RATE * (momentum * mh + curvatures * (x - minima))
         losses = curvatures[:, None] / 2 * (x[None, :] - minima[:, None]).square()  # [i, j]: of the model of j on i
         trust = W * torch.exp((losses.diagonal()[:, None] - losses) / 0.3).clamp(max=1.0)
         x = x + (trust * (x[None, :] - x[:, None])).sum(1)
+        if has_step:
+            mh = momentum * mh + (1 - momentum) * (last - x) / LEARNING_RATE
 
     def body(group: dist.ProcessGroup) -> float:
         rank, point = group.rank(), Point()
@@ -127,7 +134,7 @@ def check_trust_gossip(algorithm: Any) -> None:
             return float(torch.func.functional_call(point, tensors, (rank,)).detach())
 
         wrapper = GossipDataParallel(point, algorithm=algorithm(loss, 0.3), mixing=RING, process_group=group)
-        optimizer = plain_sgd(wrapper.parameters())
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=LEARNING_RATE, momentum=momentum)
         for _ in range(6):
             optimizer.zero_grad()
             wrapper(rank).backward()
@@ -172,7 +179,7 @@ def test_an_algorithm_is_a_recipe(tmp_path: Path) -> None:
     """The page's script: its blocks but those that run ranks or the simulator."""
     shown = ("run_ranks", "gossip_modules.lab")
     script = [block for block in blocks("algorithm.md") if not any(name in block for name in shown)]
-    assert len(script) == 6
+    assert len(script) == 7
     (tmp_path / "my_method.py").write_text("\n".join(script), encoding="utf-8")
     options = ["--recipe", "randomshare", "--epochs", "2", "--out-dir", str(tmp_path / "run")]
     first, *_ = script_outputs(tmp_path / "my_method.py", 2, *options)

@@ -250,7 +250,7 @@ def test_the_command_draws_every_graph_of_a_size(tmp_path: Path, capsys: pytest.
         )
     }
     assert "not drawn: hypercube: HypercubeGraph: got world_size=5, expected a power of two" in said
-    assert "not drawn: matcha0: got graph='matcha0' for 5 nodes, expected the 8 nodes that it has" in said
+    assert "not drawn: matcha0: got graph='matcha0' for 5 ranks, expected the 8 ranks that it has" in said
     assert topology.main(Topology("hypercube", 5, out_dir=tmp_path / "out")) == 1
     assert "expected a power of two" in capsys.readouterr().err
 

@@ -77,7 +77,7 @@ def test_other_guides_do_not_say_by_themselves_which_wrappers_take_a_membership(
         ("gasloc", {"graph": "hypercube"}, r"does not exist for \[3, 5, .*\] workers"),
         ("exactdiffusion", {"graph": "torus"}, r"does not exist for \[5, 7, .*\] workers"),
         ("adpsgd", {"graph": "ring"}, "expected a bipartite graph"),
-        ("matcha", {"graph": "matcha0"}, "for 2 nodes, expected the 8 nodes that it has"),
+        ("matcha", {"graph": "matcha0"}, "for 2 ranks, expected the 8 ranks that it has"),
         ("WAGMA(wait_avoiding=False)", {}, "got wait_avoiding=False with a membership"),
         ("WAGMA(group_size=1)", {}, "got group_size=1 with a membership"),
     ],

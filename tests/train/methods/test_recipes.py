@@ -185,7 +185,7 @@ def test_base_graphs_have_all_neighbours(name: str, degree: int) -> None:
 
 
 def test_base_graphs_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ValueError, match=r"got graph='matcha1' for 8 nodes, expected the 16 nodes that it has"):
+    with pytest.raises(ValueError, match=r"got graph='matcha1' for 8 ranks, expected the 16 ranks that it has"):
         base_graph("matcha1", num_nodes=8)
     with pytest.raises(ValueError, match=r"got graph='exponential', expected one of auto, ring, .*undirected graph"):
         base_graph("exponential", num_nodes=8)
