@@ -163,7 +163,7 @@ and by AdamW {language.adamw_8} with the first seed: the second moments make {la
         parts=(TWO, SEARCH, SECOND_MOMENTS),
         setup="""\
 This is [a study in the Lab](index.md#studies-in-the-lab): a decoder of 20,480 parameters learns text in 3,000 steps, on
-four sequences of 32 characters per worker and step. GossipAdamW has the settings of AdamW. With 2, 8 and 16 workers, rates
+four sequences of 32 characters per worker and step. GossipAdamW has the settings of AdamW. With up to 16 workers, rates
 are the best ones of whole trainings with the first seed; with more, of trainings of 600 steps. Cells have nats of the
 test split above all-reduce with the same seed: the mean, the lowest and the highest.""",
         question="Is it as accurate?",

@@ -151,7 +151,7 @@ DEFAULT: Mapping[str, Study] = {
         for steps, methods in ((1500, SHORTER), (2000, SHORTER), (6000, SPARSE))
     },
 }
-"""The studies by name. With 2, 8 and 16 workers, rates are chosen by whole trainings, with more by a fifth of the steps.
+"""The studies by name. With up to 16 workers, rates are chosen by whole trainings, with more by a fifth of the steps.
 `language_search` trains all methods at one rate, the best one of SGP in 600 steps, and writes `language_search.csv`;
-`language_two` writes `language_two.csv`, and all others write `language.csv`. The last three train 8 workers for other numbers of steps, at the rates that `language`
-has found."""
+`language_two` writes `language_two.csv`, and all others write `language.csv`. The last three train 8 workers for other
+numbers of steps, at the rates that `language` has found."""
