@@ -117,8 +117,9 @@ TWO = Page(
     "language_two.csv",
     """\
 **With two workers SGP ends {language.sgp_adamw_2} nats above all-reduce by AdamW, and {language.sgp_2} by
-GossipAdamW.** Local SGD with H = 10 ends {language.local_adamw_2} above by AdamW and {language.local_2} by
-GossipAdamW. TEXT""",
+GossipAdamW.** Local SGD with H = 4, codes of 4 bits and mixed first moments ends {language.local4_coded_2} above, with
+far fewer bytes. Local SGD with H = 10 ends {language.local_adamw_2} above by AdamW and {language.local_2} by
+GossipAdamW.""",
     render=two_ends,
     measures=("gossip_modules/lab", "gossip_modules/optim", "gossip_modules/rounds"),
 )
