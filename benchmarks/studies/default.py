@@ -81,6 +81,7 @@ SHORTER: Mapping[str, Any] = {**FIRST, **LOCAL_MIXED, **CODED_MIXED, **OVERLAP, 
 TWO_WORKERS: Mapping[str, Any] = {
     ALL_REDUCE: "ar",
     "SGP, AdamW": "sgp",
+    "Overlap SGP, AdamW": "osgp",
     "local SGD, H = 10, AdamW": LocalSGD(sync_every=10),
     **by_gossip_adamw(
         {"SGP": "sgp", f"SGP{MIXED}": "sgp", "Overlap SGP": "osgp", "local SGD, H = 10": LocalSGD(sync_every=10)}
