@@ -58,6 +58,7 @@ KEY = "a key of the benchmark"
 EVERY = 50  # steps between two records of a model
 VALUE = 1234.5
 SECONDS = 60.0
+REPORT_SECONDS = 180.0  # with the start of the processes, on a busy machine
 HOST = "127.0.0.1"
 SNIFF_SECONDS = 5.0
 
@@ -191,9 +192,9 @@ class AttackedJob:
             pipe.send("report")
         found, waiting = [], list(self.pipes)
         while waiting:  # for any of them: a worker that cannot write its report takes no step with the others
-            ready = wait(waiting, SECONDS)
+            ready = wait(waiting, REPORT_SECONDS)
             if not ready:
-                raise TimeoutError(f"a worker of {self.kind} does not train: got no report in {SECONDS} s")
+                raise TimeoutError(f"a worker of {self.kind} does not train: got no report in {REPORT_SECONDS} s")
             for pipe in [each for each in waiting if each in ready]:
                 found.append(pipe.recv())
                 waiting.remove(pipe)
