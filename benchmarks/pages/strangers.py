@@ -40,9 +40,10 @@ def said(rows: pd.DataFrame) -> str:
         f"**{found['messages'].sum():,.0f} messages of a stranger, {each} at each port, change "
         f"{found['changed'].sum():,.0f} of {found['compared'].sum():,.0f} compared states, and {stays}.** With a key "
         f"or TLS {with_key['accepted'].sum():,.0f} are answered as a worker's, without them "
-        f"{open_['accepted'].sum():,.0f}. Afterwards a job has at most {found['descriptors'].max():+,.0f} descriptors; "
-        f"the memory of all workers together grew by {found['worker_growth'].max():.0f} MB at most, with their own "
-        f"records of steps, and that of the store's process by {found['store_growth'].max():.0f} MB, as torch's store "
+        f"{open_['accepted'].sum():,.0f}, which ask dpwa for a model. Afterwards a job has at most "
+        f"{found['descriptors'].max():+,.0f} descriptors; the memory of all workers together grew by "
+        f"{found['worker_growth'].max():.0f} MB at most, with the benchmark's own times of steps, and that of the "
+        f"store's process by {found['store_growth'].max():.0f} MB, as torch's store "
         "keeps what does not begin as a client of torch. The median step under attack takes "
         f"{found['ratio'].min():.2f} to {found['ratio'].max():.2f} times as long as before."
     )
@@ -64,11 +65,15 @@ def costs(rows: pd.DataFrame) -> str:
     """Return the cost of key and TLS in words; empty without rows."""
     found = rows[rows["port"] == COST]
     texts = [
-        f"{row['ratio']:.3f} times as long in a job of {row['job']} with {guard_of(row)} as without"
-        f" ({row['steps']:,.0f} steps)"
+        f"{row['ratio']:.3f} times as long with {guard_of(row)} ({row['job']}, {row['steps']:,.0f} steps)"
         for _, row in found.iterrows()
     ]
-    return f"Nobody attacking, the median step takes {', '.join(texts)}; the jobs train side by side." if texts else ""
+    said = f"Nobody attacking, the median step takes {', '.join(texts)} as in a job without, which trains side by side."
+    return (
+        f"{said} A membership uses its key when workers connect and meet in the store, dpwa in each fetch."
+        if texts
+        else ""
+    )
 
 
 def shown(rows: pd.DataFrame) -> str:
@@ -127,7 +132,8 @@ were or with bytes changed, cut or added; at the ports of Gloo, with 32 random b
 2 ms. "values of the store" are old and altered values under all keys of the job, written by a client of torch. Compared
 states are the parameters of each worker after every 50th step, beside the same step of a job without strangers and
 without a key; with dpwa, all entries at the end. Memory and descriptors are those of all processes of the job, before
-and 11 s after the attack. All processes share the machine's cores with other programs, and a step has about a
+and 11 s after the attack. The first measurement of the cost of a key shared the machine with another attack; it was
+repeated, with more steps. All processes share the machine's cores with other programs, and a step has about a
 millisecond, so that the ratio of steps under attack tells little more than that training goes on.""",
         measures=(
             "gossip_modules/dpwa",
