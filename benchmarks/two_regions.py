@@ -72,6 +72,10 @@ class TwoRegions:
     output: Path | None = None
     """CSV file to append to."""
 
+    def __post_init__(self) -> None:
+        if self.hosts < 4 or self.hosts % 2:
+            raise ValueError(f"got --hosts {self.hosts}, expected an even number of at least 4: regions of equal sizes")
+
     def main(self) -> None:
         """Ask the doctor, then measure; prints a line for each trial."""
         self.out.mkdir(parents=True, exist_ok=True)

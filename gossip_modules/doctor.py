@@ -101,7 +101,7 @@ class Border(NamedTuple):
     """The links between two regions, in bits of payload per second and direction.
 
     alone: the rate of one pair of ranks while no other pair sends.
-    together: the sum of the rates of `num_pairs` pairs that send at once.
+    together: the bits of `num_pairs` pairs that send at once, by the time until all of them have ended.
     num_pairs: as many pairs as the smaller region has ranks.
     """
 
@@ -268,15 +268,17 @@ def _measure_links(transport: Transport, work: Workload) -> tuple[dict[Edge, flo
 
 def _measure_borders(transport: Transport, work: Workload, regions: Regions, size: int) -> dict[Edge, Border]:
     """Exchange `size` bytes between one pair of ranks of two regions, and between several at once."""
-    borders = {}
+
     exchange = median_exchange(transport, num_bytes=size, num_repeats=_NUM_EXCHANGES, device=work.device)
+
+    def rate(pairs: Sequence[Edge]) -> float:
+        matching = tuple(sorted(pairs))
+        seconds = seconds_of_links(transport, [matching], exchange, what="the line between regions")
+        return 8 * size * len(pairs) / max(seconds.values())
+
+    borders = {}
     for (i, a), (j, b) in itertools.combinations(enumerate(regions.members), 2):
         pairs = [(min(pair), max(pair)) for pair in zip(a, b)]
-
-        def rate(matching: Sequence[Edge]) -> float:
-            seconds = seconds_of_links(transport, [tuple(sorted(matching))], exchange, what="the line between regions")
-            return sum(8 * size / own for own in seconds.values())
-
         borders[i, j] = Border(rate(pairs[:1]), rate(pairs), len(pairs))
     return borders
 

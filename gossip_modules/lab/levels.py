@@ -11,7 +11,7 @@ import numpy as np
 
 from ..regions import Regions
 from ..rounds.stacked import Answered
-from .clock import BucketClock, Compute, LinkSpec, MessageCost, Network
+from .clock import BucketClock, Compute, LinkSpec, MessageCost
 from .plan import LabPlan, Setting
 from .planner import Prediction, best, simulate
 from .tasks import Digits
@@ -70,17 +70,20 @@ def regions_as_workers(setting: Setting, regions: Regions) -> Setting:
 
     def link(a: Sequence[int], b: Sequence[int]) -> LinkSpec:
         rates, latencies = np.transpose([links.spec(u, v) for u in a for v in b])
+        rates = rates / [max(links.slowness[u], links.slowness[v]) for u in a for v in b]
         return LinkSpec(size * float(np.median(rates)), float(np.median(latencies)))
 
     own = links.part(regions.members[0]).on(np.arange(size))
     gather = own.gather_seconds(message.num_bytes / size)  # the processes of a region then share their parts
     rows = [[link(a, b) for b in regions.members] for a in regions.members]
-    network = Network(
-        rows,
-        (1,) * len(rows),
+    network = replace(
+        setting.network,
+        link=rows,
+        shares=(1,) * len(rows),
+        slow_share=0.0,
         memory_byte_s=size * setting.network.memory_byte_s,  # each process has its part of the vector
+        message_byte_s=size * setting.network.message_byte_s,
         lines=tuple(range(len(rows))),
-        line_bit_s=setting.network.line_bit_s,
         average_start_s=setting.network.average_start_s + gather,
     )
     return replace(setting, world_size=len(rows), compute=Compute(steps), network=network)

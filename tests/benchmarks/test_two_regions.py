@@ -27,6 +27,9 @@ def test_wrong_methods_between_nodes() -> None:
 def test_hosts_are_in_two_regions() -> None:
     assert str(TwoRegions().regions) == "0-1,2-3"
     assert str(TwoRegions(hosts=6).regions) == "0-2,3-5"
+    for hosts in (2, 5):
+        with pytest.raises(ValueError, match=f"got --hosts {hosts}, expected an even number of at least 4"):
+            TwoRegions(hosts=hosts)
 
 
 def row(method: str, predicted: float, measured: float, **others: Any) -> dict[str, Any]:

@@ -58,6 +58,15 @@ def test_an_average_between_regions_starts_late_and_ends_with_a_gather_inside() 
     assert seconds[1] - seconds[0] == pytest.approx(0.5 * num_averages)
 
 
+def test_regions_keep_what_their_processes_have() -> None:
+    own = replace(SITES.network, message_byte_s=1e9, slow_share=0.25, slow_factor=4.0)
+    above = regions_as_workers(replace(SITES, network=own), REGIONS).network
+    assert (above.message_byte_s, above.memory_byte_s) == (2e9, 2 * own.memory_byte_s)
+    assert above.slow_share == 0
+    # The rate is twice the median of four links, of which two have a slow process.
+    assert above.table()[0][1].rate_bit_s == pytest.approx(2 * np.median([2e8, 2e8, 5e7, 5e7]))
+
+
 def test_unequal_regions_are_refused() -> None:
     with pytest.raises(ValueError, match="expected equally many consecutive ranks in each"):
         predict_levels(SITES, Regions.of("0-2,3"))
