@@ -101,13 +101,15 @@ class Border(NamedTuple):
     """The links between two regions, in bits of payload per second and direction.
 
     alone: the rate of one pair of ranks while no other pair sends.
-    together: the bits of `num_pairs` pairs that send at once, by the time until all of them have ended.
+    together: the sum of the rates of `num_pairs` pairs that send at once.
     num_pairs: as many pairs as the smaller region has ranks.
+    until_last: the bits of these pairs, by the time until the last one has ended.
     """
 
     alone: float
     together: float
     num_pairs: int
+    until_last: float
 
     @property
     def is_shared(self) -> bool:
@@ -180,7 +182,7 @@ class Measurements:
 
         ranks, regions = range(len(self.hosts)), [self.regions.of_rank(rank) for rank in range(len(self.hosts))]
         rows = [[link(u, v) for v in ranks] for u in ranks]
-        line = min((border.together for border in self.borders.values() if border.is_shared), default=math.inf)
+        line = min((border.until_last for border in self.borders.values() if border.is_shared), default=math.inf)
         lines = tuple(regions) if self.borders else ()
         shares = (1,) * len(ranks)
         network = Network(rows, shares, memory_byte_s=self.memory_byte_s, lines=lines, line_bit_s=line / TCP_SHARE)
@@ -271,15 +273,16 @@ def _measure_borders(transport: Transport, work: Workload, regions: Regions, siz
 
     exchange = median_exchange(transport, num_bytes=size, num_repeats=_NUM_EXCHANGES, device=work.device)
 
-    def rate(pairs: Sequence[Edge]) -> float:
+    def seconds(pairs: Sequence[Edge]) -> list[float]:
         matching = tuple(sorted(pairs))
-        seconds = seconds_of_links(transport, [matching], exchange, what="the line between regions")
-        return 8 * size * len(pairs) / max(seconds.values())
+        return [*seconds_of_links(transport, [matching], exchange, what="the line between regions").values()]
 
     borders = {}
     for (i, a), (j, b) in itertools.combinations(enumerate(regions.members), 2):
         pairs = [(min(pair), max(pair)) for pair in zip(a, b)]
-        borders[i, j] = Border(rate(pairs[:1]), rate(pairs), len(pairs))
+        (alone,), own = seconds(pairs[:1]), seconds(pairs)
+        until_last = 8 * size * len(pairs) / max(own)
+        borders[i, j] = Border(8 * size / alone, sum(8 * size / each for each in own), len(pairs), until_last)
     return borders
 
 
@@ -532,7 +535,7 @@ def _region_lines(measured: Measurements) -> list[str]:
     how = "found, --regions declares others" if measured.declared is None else "declared"
     lines = [f"regions ({how}): ranks {str(found.regions).replace(',', ' | ')}{trips}"]
     for (i, j), border in measured.borders.items():
-        alone, together = border.alone / 1e9, border.together / 1e9
+        alone, together = border.alone / 1e9, (border.until_last if border.is_shared else border.together) / 1e9
         if border.num_pairs > 1:
             shared = "they share a line" if border.is_shared else "they do not hinder each other"
             end = f"{border.num_pairs} pairs at once {together:.3g} in all: {shared}"

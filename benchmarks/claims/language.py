@@ -24,6 +24,7 @@ NAMES: Mapping[str, str] = {
     "diloco": "DiLoCo, H = 30, GossipAdamW",
     "sgp_adamw": "SGP, AdamW",
     "local_adamw": "local SGD, H = 10, AdamW",
+    "osgp_adamw": "Overlap SGP, AdamW",
 }
 """By the beginning of the name of a claim."""
 
@@ -121,7 +122,10 @@ SAID = (
     *(("local4_coded", workers) for workers in (8, 16)),
     ("local4_mixed", 8),
     *((name, 8) for name in ("sgp", "osgp", "local", "diloco")),
-    *((name, 2) for name in ("sgp", "sgp_adamw", "mixed", "osgp", "local", "local_adamw", "local4_coded")),
+    *(
+        (name, 2)
+        for name in ("sgp", "sgp_adamw", "mixed", "osgp", "osgp_adamw", "local", "local_adamw", "local4_coded")
+    ),
 )
 """The names and the numbers of workers of the distances that pages say."""
 LANGUAGE: Mapping[str, Claim] = {

@@ -34,10 +34,10 @@ def said(rows: pd.DataFrame) -> str:
             f"nothing to leave out of two neighbours, and {of(D_PSGD, ring)} by D-PSGD.",
             "This is with the consensus distance as the radius of ClippedGossip; with a third of it ClippedGossip "
             f"stays within a point {of(THIRD, dense)} and {of(THIRD, ring)}.",
-            f"No rule helps a worker of which half of the neighbours attack, or all: with ClippedGossip the worst case "
-            f"of the {ring}, {in_words(furthest[CLIPPED])}, takes {furthest[CLIPPED]['worst_gap']:.1f} points, with a "
-            f"third of the radius {furthest[THIRD]['worst_gap']:.1f}, and with D-PSGD "
-            f"{furthest[D_PSGD]['worst_gap']:.1f}.",
+            f"The worst case of the {ring} with ClippedGossip, {in_words(furthest[CLIPPED])}, takes "
+            f"{furthest[CLIPPED]['worst_gap']:.1f} points, the worst one with a third of the radius "
+            f"{furthest[THIRD]['worst_gap']:.1f}, and that with D-PSGD {furthest[D_PSGD]['worst_gap']:.1f}: take the "
+            "third where half of the neighbours of a worker may attack.",
         )
     )
 

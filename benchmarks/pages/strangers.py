@@ -9,7 +9,9 @@ import pandas as pd
 from benchmarks.pages.base import Page
 from benchmarks.pages.markdown import table
 
-WIRE, COST = "wire", "none"
+WIRE, COST, GLOO = "wire", "none", "gloo"
+COUNTED = ("liveness", "dpwa")
+"""The ports whose answers were counted. torch's store answers everyone with its own protocol."""
 
 
 def guard_of(row: pd.Series) -> str:
@@ -25,6 +27,7 @@ def attacks(rows: pd.DataFrame) -> pd.DataFrame:
     found["descriptors"] = found["descriptors_after"] - found["descriptors_before"]
     found["store_growth"] = found["store_megabytes_after"] - found["store_megabytes_before"]
     found["worker_growth"] = found["megabytes_after"] - found["megabytes_before"] - found["store_growth"]
+    found["answered"] = [f"{row['accepted']:,.0f}" if row["port"] in COUNTED else "" for _, row in found.iterrows()]
     found["unequal"] = [f"{x:,.0f} of {n:,.0f}" for x, n in zip(found["changed"], found["compared"], strict=True)]
     return found
 
@@ -32,15 +35,18 @@ def attacks(rows: pd.DataFrame) -> pd.DataFrame:
 def said(rows: pd.DataFrame) -> str:
     """Return the result in words."""
     found = attacks(rows)
-    with_key, open_ = found[found["guard"] != "none"], found[found["guard"] == "none"]
+    counted, sent = found[found["port"].isin(COUNTED)], found[found["port"] != GLOO]
+    with_key, open_ = counted[counted["guard"] != "none"], counted[counted["guard"] == "none"]
     stays = "no member leaves" if found["same_members"].astype(bool).all() else "members leave"
-    least, most = found["messages"].min(), found["messages"].max()
+    least, most, at_gloo = sent["messages"].min(), sent["messages"].max(), found[found["port"] == GLOO]
     each = f"{most:,.0f}" if least == most else f"{least:,.0f} to {most:,.0f}"
     return (
-        f"**{found['messages'].sum():,.0f} messages of a stranger, {each} at each port, change "
-        f"{found['changed'].sum():,.0f} of {found['compared'].sum():,.0f} compared states, and {stays}.** With a key "
-        f"or TLS {with_key['accepted'].sum():,.0f} are answered as a worker's, without them "
-        f"{open_['accepted'].sum():,.0f}, which ask dpwa for a model. Afterwards a job has at most "
+        f"**{sent['messages'].sum():,.0f} messages of a stranger, {each} at each port, change "
+        f"{found['changed'].sum():,.0f} of {found['compared'].sum():,.0f} compared states, and {stays}.** At liveness "
+        f"and dpwa {with_key['accepted'].sum():,.0f} are answered as a worker's with a key or TLS, and "
+        f"{open_['accepted'].sum():,.0f} without them, which ask dpwa for a model. Of "
+        f"{at_gloo['messages'].sum():,.0f} connections to the ports of Gloo {at_gloo['accepted'].sum():,.0f} took a "
+        "byte. Afterwards a job has at most "
         f"{found['descriptors'].max():+,.0f} descriptors; the memory of all workers together grew by "
         f"{found['worker_growth'].max():.0f} MB at most, with the benchmark's own times of steps, and that of the "
         f"store's process by {found['store_growth'].max():.0f} MB, as torch's store "
@@ -50,7 +56,7 @@ def said(rows: pd.DataFrame) -> str:
 
 
 def heard(rows: pd.DataFrame) -> str:
-    """Return what a program that reads all packets learns, in words; empty without rows."""
+    """Return the number of packets that tell a program something, in words; empty without rows."""
     found = rows[rows["port"] == WIRE]
     texts = [
         f"{row['learnt']:,.0f} of {row['messages']:,.0f} packets {'with TLS' if row['tls'] else text}"
@@ -68,7 +74,7 @@ def costs(rows: pd.DataFrame) -> str:
         f"{row['ratio']:.3f} times as long with {guard_of(row)} ({row['job']}, {row['steps']:,.0f} steps)"
         for _, row in found.iterrows()
     ]
-    said = f"Nobody attacking, the median step takes {', '.join(texts)} as in a job without, which trains side by side."
+    said = f"Without an attack the median step takes {', '.join(texts)} as in a job without, which trains side by side."
     return (
         f"{said} A membership uses its key when workers connect and meet in the store, dpwa in each fetch."
         if texts
@@ -83,7 +89,7 @@ def shown(rows: pd.DataFrame) -> str:
         "where": ("port", "s"),
         "guard": ("protection", "s"),
         "messages": ("messages", ",.0f"),
-        "accepted": ("answered", ",.0f"),
+        "answered": ("answered", "s"),
         "unequal": ("states with other bits", "s"),
         "descriptors": ("descriptors", "+.0f"),
         "worker_growth": ("memory of workers, MB", "+.1f"),

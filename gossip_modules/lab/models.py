@@ -430,7 +430,15 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _mean(gradients: Tensor, chosen: Tensor, narrow: torch.dtype | None) -> Tensor:
-    """Return the mean gradient of the chosen workers in each row, with the rounding of DDP's hooks of 16 bits."""
+    """Return the mean gradient of the chosen workers in each row, with the rounding of DDP's hooks of 16 bits.
+
+    As the hooks it rounds, divides in 16 bits and adds; the sum is rounded once, and not at each worker of a ring.
+
+    Args:
+        gradients: of all workers, [n, ...].
+        chosen: the workers whose gradients count, int64.
+        narrow: the dtype of 16 bits; None: nothing is rounded.
+    """
     own = gradients[chosen]
-    mean = own.mean(0) if narrow is None else (own / len(own)).to(narrow).sum(0).to(own)
+    mean = own.mean(0) if narrow is None else (own.to(narrow) / len(own)).float().sum(0).to(narrow).to(own)
     return mean.expand_as(gradients).clone()

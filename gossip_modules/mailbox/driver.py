@@ -317,7 +317,7 @@ class MailDriver(Driver):
             case Gather(message):
                 rows = [outcome.messages[j] for j in members]
                 self._average_buffers(message, rows)
-                received = Received([(1.0, _message(message, sent)) for sent in rows], members)
+                received = Received([(1.0, _message(message, sent)) for sent in rows], members, begins_with_own=False)
                 received.numbers = _numbers([sent.header.get("numbers", ()) for sent in rows])
                 return received
             case Mix(x):

@@ -167,6 +167,8 @@ class MessageRounds(Mail):
         self._phase = 0
         self._has_warned = False  # of large trimmed messages
         self._pending: Pending | None = None
+        self._lent: dict[Hashable, Message] = {}  # of this exchange, until no peer can write or read them
+        self._free: dict[Hashable, Message] = {}  # of this round, whose algorithm may still read them
 
     def bind(self, mixing: MixingManager, transport: Transport) -> None:
         """Set the peers and the transport."""
@@ -185,7 +187,8 @@ class MessageRounds(Mail):
         self._device, self._weight = flat.raw.device, flat.push_sum_weight
         self._others = tuple((b.dtype, b.numel()) for b in buffers)
         self._room = self.memory.cached("messages", dict[Hashable, Message])  # the messages of earlier rounds
-        self._lent: dict[Hashable, Message] = {}  # taken from there, until no peer can write or read them
+        self._room.update(self._free)
+        self._lent, self._free = {}, {}
 
     def find_peers(self) -> Sequence[int]:
         """Return the live peers of the round.
@@ -311,7 +314,7 @@ class MessageRounds(Mail):
         lost = self.message_check.wait(self.transport, t=self._t) if self._is_checked else frozenset()
         messages.wait()
         if not (lost or messages.lost):  # a peer that wakes up may still write into its message
-            self._room.update(self._lent)
+            self._free.update(self._lent)
         self._lent = {}
         if self._is_elastic:
             self._lost |= lost | messages.lost
@@ -354,7 +357,7 @@ class MessageRounds(Mail):
             for theirs in received:
                 total.add_(theirs.others[k])
             own.copy_(total.div_(n))
-        return Received([(1.0, theirs) for theirs in received])
+        return Received([(1.0, theirs) for theirs in received], begins_with_own=False)
 
     def _longest(self, message: Message) -> int:
         """Return the largest number of bytes that a rank sends; ranks agree on it if messages are trimmed."""

@@ -101,8 +101,8 @@ class Message:
         num_others: the number of fields at the beginning of the buffer that belong to the driver.
 
     Attributes:
-        fields: the tensors of the algorithm. The next message with the same key, or from the same peer, overwrites
-            their memory.
+        fields: the tensors of the algorithm. The next message with the same key, or the next reply, overwrites their
+            memory; for an algorithm without `checks_messages`, in the next round.
         others: the fields of the driver.
         is_trimmed: whether a rank sends only the beginning of its last field: see `trim`.
     """
@@ -177,13 +177,16 @@ class Received:
         names: the names of the ranks that sent the messages, for errors.
 
     Attributes:
+        begins_with_own: whether the first message is the rank's own one, as in the reply to `Share`.
         numbers: the numbers of all ranks, float64 [n, k], in the reply to a `Gather` with numbers.
     """
 
     numbers: Tensor | None = None
 
-    def __init__(self, row: Sequence[tuple[float, Message]], names: Sequence[object] = ()) -> None:
-        self._row, self.names = tuple(row), tuple(names)
+    def __init__(
+        self, row: Sequence[tuple[float, Message]], names: Sequence[object] = (), *, begins_with_own: bool = True
+    ) -> None:
+        self._row, self.names, self.begins_with_own = tuple(row), tuple(names), begins_with_own
 
     def __iter__(self) -> Iterator[tuple[float, Message]]:
         return iter(self._row)
@@ -198,7 +201,14 @@ class Received:
             x: the vector of the sum; changed.
             alpha: the factor of the sum.
             own: a vector with the dtypes of x that takes the rank's own message of a `Share`, too; changed.
+
+        Raises:
+            ValueError: `own` in the reply to a `Gather`, which has the messages of all ranks in the order of ranks.
         """
+        if own is not None and not self.begins_with_own:
+            raise ValueError(
+                "got own= in the reply to a Gather, expected the reply to a Share; add your message itself"
+            )
         with x.adding() as total:
             for k, (weight, message) in enumerate(self):
                 message.add_to(total, alpha=alpha * weight, also=None if k else own)

@@ -213,7 +213,7 @@ class StackedReceived(Received):
     """
 
     def __init__(self, message: StackedMessage, row: Sequence[tuple[Any, Tensor | None]]) -> None:
-        super().__init__(())
+        super().__init__((), begins_with_own=bool(row) and row[0][1] is None)
         self._message, self._pairs = message, row
 
     def __iter__(self) -> Iterator[tuple[Any, Message]]:
@@ -300,7 +300,8 @@ class RowMail(Mail):
     def all_of(self, messages: Sequence[Message]) -> Received:
         """Return the reply to `Gather`, given the messages of all ranks."""
         own = messages[self.rank]
-        return Received([(1.0, arrived(message, own.code)) for message in messages], range(len(messages)))
+        everyone = [(1.0, arrived(message, own.code)) for message in messages]
+        return Received(everyone, range(len(messages)), begins_with_own=False)
 
 
 def arrived(message: Message, code: Code | None) -> Message:

@@ -116,7 +116,7 @@ def _reply_of(saved: Mapping[str, Any], opened: OpenRound) -> Reply:
     assert isinstance(opened.request, Gather), "messages of all ranks answer a Gather"
     message = opened.request.message
     everyone = [message.reply_in(MessageBuffer(message.buffer.sizes, raw)) for raw in saved["messages"]]
-    received = Received([(1.0, each) for each in everyone])
+    received = Received([(1.0, each) for each in everyone], begins_with_own=False)
     received.numbers = numbers
     return received
 

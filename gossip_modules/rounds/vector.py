@@ -161,7 +161,7 @@ class Vector:
 
 
 def _norm(x: Tensor) -> float:
-    """Return the Euclidean norm of x; only where squares leave float32 it is summed in float64, 25 times as long."""
+    """Return the Euclidean norm of x, of any shape. Only where squares leave float32, the slower float64 sums them."""
     whole, dtype = x.numel() - x.numel() % _ROW, torch.promote_types(x.dtype, torch.float32)
     flat = x.reshape(-1)
     rows, rest = flat[:whole].view(whole // _ROW, _ROW), flat[whole:]

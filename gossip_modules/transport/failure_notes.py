@@ -84,7 +84,7 @@ class FailureNotes:
         store = store_of(world, "gossip_failures")
         if store is None:
             return None
-        records = Records(store)
+        records = Records(store, skips_foreign=True)  # a note that is not known costs a fact, and no job
         notes = cls(records, rank)
         if is_of_job(group):
             with contextlib.suppress(ConnectionError, RuntimeError):  # the store is busy, gone, or cannot count

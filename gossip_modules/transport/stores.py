@@ -325,8 +325,8 @@ class Records:
     its place after a restart, in the next generation, or in the next run with this key. So where records are signed,
     each reader first appends a random nonce to another list, and each record has the nonces of all readers. A reader
     ignores a record without its own one. A reader that comes after a record gets it when the writer looks for new
-    records itself: it then appends its last one again. A stranger can make a writer miss a nonce, and delete records:
-    then ranks fail without these facts.
+    records itself: it then appends its last one again. A stranger can make a writer miss a nonce, by many counts
+    without one, and delete records: then ranks fail without these facts.
 
     Args:
         store: the store of the ranks; no other code uses its keys.
@@ -338,7 +338,7 @@ class Records:
         self._store, self._skips_foreign = store, skips_foreign
         self._num_read = 0
         self._lock = threading.RLock()
-        self._nonce, self._nonces = secrets.token_hex(8), list[str]()
+        self._nonce, self._nonces = secrets.token_hex(8), dict[int, str]()  # of all readers, by number
         self._last: tuple[Any, int] | None = None  # the last record of this rank, and the number of nonces it has
         if store.is_signed:
             with contextlib.suppress(ConnectionError, RuntimeError):  # as in `append`
@@ -349,10 +349,11 @@ class Records:
         """Append a JSON value, if the store answers: without it errors tell less, and come late."""
         with self._lock, contextlib.suppress(ConnectionError, RuntimeError):  # the store is gone, or cannot count
             if self._store.is_signed:
-                self._look_for_readers()
+                with contextlib.suppress(ConnectionError, RuntimeError):  # a busy store: for the readers that are known
+                    self._look_for_readers()
                 self._last = record, len(self._nonces)
             number = self._store.add("count", 1, what="counting a record")
-            text = json.dumps([self._nonces, record] if self._store.is_signed else record)
+            text = json.dumps([[*self._nonces.values()], record] if self._store.is_signed else record)
             self._store.set(str(number), text, what="leaving a record")
 
     def skip(self) -> None:
@@ -400,15 +401,22 @@ class Records:
             self.append(record)
 
     def _look_for_readers(self) -> None:
-        """Read the nonces that have come; those behind a missing or foreign one are not known."""
+        """Read the nonces that have come; missing and foreign ones are passed over, and looked for again next time."""
         count = self._store.add("nonces", 0, what="looking for readers")
-        with contextlib.suppress(ForeignValueError):
-            while len(self._nonces) < count:
-                key = f"nonce/{len(self._nonces) + 1}"
-                nonce = self._store.get(key, what="reading the nonce of a reader")
-                if nonce is None:
-                    break
-                self._nonces.append(nonce.decode())
+        num_missing = 0
+        for number in range(1, count + 1):
+            if number in self._nonces:
+                continue
+            if num_missing == _MAX_FOREIGN:
+                break
+            try:
+                nonce = self._store.get(f"nonce/{number}", what="reading the nonce of a reader")
+            except ForeignValueError:
+                nonce = None
+            if nonce is None:  # its reader has died, or was not answered in time; or a stranger has counted
+                num_missing += 1
+            else:
+                self._nonces[number] = nonce.decode()
 
 
 def is_of_job(group: dist.ProcessGroup) -> bool:

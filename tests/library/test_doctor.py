@@ -69,7 +69,7 @@ def test_all_ranks_hold_the_same_measurements_and_one_plans_with_them() -> None:
 TRIPS = {(0, 1): 4e-4, (0, 2): 0.021, (0, 3): 0.022, (1, 2): 0.021, (1, 3): 0.023, (2, 3): 3e-4}
 RATES = {pair: 1e9 if seconds < 0.001 else 9e7 for pair, seconds in TRIPS.items()}
 SITES = Measurements(
-    ("a", "b", "c", "d"), TRIPS, RATES, ((0.1,),) * 4, 1e10, borders={(0, 1): doctor.Border(1.9e8, 2e8, 2)}
+    ("a", "b", "c", "d"), TRIPS, RATES, ((0.1,),) * 4, 1e10, borders={(0, 1): doctor.Border(1.9e8, 2.1e8, 2, 2e8)}
 )
 
 
@@ -112,7 +112,7 @@ def test_hosts_are_grouped_into_regions_and_both_levels_are_planned() -> None:
 
 
 def test_links_that_no_line_limits_have_their_own_rates() -> None:
-    wide = replace(SITES, borders={(0, 1): doctor.Border(1.9e8, 3.7e8, 2)})
+    wide = replace(SITES, borders={(0, 1): doctor.Border(1.9e8, 3.7e8, 2, 3.6e8)})
     assert wide.network().line_bit_s == math.inf
     assert "in all: they do not hinder each other" in doctor.as_text(wide, GIVEN, doctor.Forecast())
 

@@ -232,7 +232,7 @@ class EmulatedNetwork:
 
 
 def _up(interface: str, bridge: str = "") -> list[str]:
-    """Return what starts an interface, without IPv6 multicasts of the kernel, which would count as the hosts' bytes."""
+    """Return the commands that start an interface, without the IPv6 multicasts that count as the hosts' bytes."""
     lines = [f"link set {interface} addrgenmode none"] if os.path.exists("/proc/net/if_inet6") else []
     if bridge:
         lines.append(f"link set {interface} master {bridge}")

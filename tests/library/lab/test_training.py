@@ -376,7 +376,7 @@ def test_all_reduce_averages_gradients() -> None:
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_all_reduce_in_16_bits_adds_gradients_as_the_hooks_of_ddp_do(name: str) -> None:
-    """g_i / n is rounded, and so is the sum; the bytes are half of those in float32."""
+    """g_i is rounded, then g_i / n, then the sum; the bytes are half of those in float32."""
     own, dtype = task(), getattr(torch, name)
     module = own.model()
     module.load_state_dict(trained("ar", own, steps=0).models.module.model.state_dict())
@@ -386,7 +386,7 @@ def test_all_reduce_in_16_bits_adds_gradients_as_the_hooks_of_ddp_do(name: str) 
         for worker in range(N):
             gradients = torch.autograd.grad(loss(module, own.batch(worker, step, 0)), list(module.parameters()))
             for total, gradient in zip(sums, gradients, strict=True):
-                total.add_((gradient / N).to(dtype))
+                total.add_(gradient.to(dtype) / N)
         for parameter, total in zip(module.parameters(), sums, strict=True):
             parameter.grad = total.to(dtype).to(parameter)
         optimizer.step()

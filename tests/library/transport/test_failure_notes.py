@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -94,7 +95,9 @@ def test_one_rank_leaves_one_note_and_old_ones_do_not_count() -> None:
 
 
 def signed_notes_of(store: dist.Store, rank: int) -> FailureNotes:
-    return FailureNotes(Records(BoundedStore(store, key=b"sixteen bytes and more", place="here")), rank)
+    """As `FailureNotes.of` makes them."""
+    signed = BoundedStore(store, key=b"sixteen bytes and more", place="here")
+    return FailureNotes(Records(signed, skips_foreign=True), rank)
 
 
 def test_a_signed_note_of_an_earlier_generation_changes_nothing() -> None:
@@ -122,6 +125,39 @@ def test_a_replayed_nonce_lets_no_old_note_in() -> None:
         after.set(key, before.get(key))  # type: ignore[arg-type]
     after.add("count", 1)
     assert reader.explain({}, members=MEMBERS) == Cause(frozenset(), "")
+
+
+@pytest.mark.parametrize("value", [None, "a value without a code"])
+def test_readers_after_a_missing_or_foreign_nonce_get_notes(value: str | None) -> None:
+    """A rank has died before it left its nonce, or a stranger has counted one, before rank 0 comes."""
+    store = dist.HashStore()
+    writer = signed_notes_of(store, 3)
+    number = store.add("nonces", 1)
+    if value is not None:
+        store.set(f"nonce/{number}", value)
+    reader = signed_notes_of(store, 0)
+    writer.leave({}, "failed: ValueError: a bad label", is_cause=True)
+    assert reader.explain({3: GONE}, members=MEMBERS).text == "rank 3 failed: ValueError: a bad label"
+
+
+def test_a_reader_after_a_missing_nonce_gets_the_last_record_of_before() -> None:
+    store = dist.HashStore()
+    records = Records(BoundedStore(store, key=b"sixteen bytes and more", place="here"))
+    store.add("nonces", 1)
+    records.append([1])
+    late = Records(BoundedStore(store, key=b"sixteen bytes and more", place="here"))
+    assert late.new() == []
+    records.new()  # looks for readers, and appends its record again
+    assert late.new() == [[1]]
+
+
+def test_a_foreign_note_hides_no_other_one() -> None:
+    store = dist.HashStore()
+    reader = signed_notes_of(store, 0)
+    number = store.add("count", 1)
+    store.set(str(number), json.dumps([3, [], "failed: a forgery", True]))
+    signed_notes_of(store, 2).leave({}, "failed: OSError: a full disk", is_cause=True)
+    assert reader.explain({2: GONE}, members=MEMBERS).text == "rank 2 failed: OSError: a full disk"
 
 
 def test_a_store_that_does_not_answer_is_no_obstacle() -> None:
