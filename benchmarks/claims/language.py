@@ -122,10 +122,7 @@ SAID = (
     *(("local4_coded", workers) for workers in (8, 16)),
     ("local4_mixed", 8),
     *((name, 8) for name in ("sgp", "osgp", "local", "diloco")),
-    *(
-        (name, 2)
-        for name in ("sgp", "sgp_adamw", "mixed", "osgp", "osgp_adamw", "local", "local_adamw", "local4_coded")
-    ),
+    *((name, 2) for name in ("sgp", "sgp_adamw", "osgp", "osgp_adamw", "local", "local_adamw", "local4_coded")),
 )
 """The names and the numbers of workers of the distances that pages say."""
 LANGUAGE: Mapping[str, Claim] = {
