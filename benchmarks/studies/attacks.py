@@ -61,7 +61,7 @@ WORST = ("worst_validation", "worst_test")
 # The attacks.
 
 Attack: TypeAlias = Callable[[Tensor, Sequence[int], torch.Generator], Tensor]
-"""attack(x, attackers, draw) returns what attackers send, [m, d], from the models x [n, d] of all before the round."""
+"""attack(x, attackers, draw): the sent models of attackers, [m, d], from the models x [n, d] of all before a round."""
 
 
 def honest_of(attackers: Sequence[int], num_workers: int = NUM_WORKERS) -> list[int]:
@@ -132,7 +132,7 @@ class Attacked(Stacked):
 
     Args:
         honest: the driver without attackers, of an algorithm without overlap.
-        attack: what attackers send.
+        attack: makes the models that attackers send.
         attackers: their ranks.
         models: the trained models.
         seed: of the random numbers of the attack.

@@ -1,4 +1,4 @@
-"""The study of workers that send wrong models: what leaves an attacker, what it keeps, and the scores of the others."""
+"""The study of workers that send wrong models: their messages, their own models, and the scores of the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_z_is_the_one_of_the_formula() -> None:
     assert attacks.alie_z(8, 1) < 0 == attacks.alie_z(8, 2)
 
 
-def test_what_attackers_send() -> None:
+def test_attackers_send_the_model_of_their_attack() -> None:
     x, draw = torch.tensor([[1.0], [3.0], [7.0], [5.0]]), torch.Generator().manual_seed(0)
     sent = {name: attack(x, (2,), draw) for name, attack in ATTACKS.items()}
     assert sent["-5 x"].tolist() == [[-35.0]]

@@ -58,7 +58,7 @@ def test_an_average_between_regions_starts_late_and_ends_with_a_gather_inside() 
     assert seconds[1] - seconds[0] == pytest.approx(0.5 * num_averages)
 
 
-def test_regions_keep_what_their_processes_have() -> None:
+def test_regions_keep_the_settings_of_their_processes() -> None:
     own = replace(SITES.network, message_byte_s=1e9, slow_share=0.25, slow_factor=4.0)
     above = regions_as_workers(replace(SITES, network=own), REGIONS).network
     assert (above.message_byte_s, above.memory_byte_s) == (2e9, 2 * own.memory_byte_s)

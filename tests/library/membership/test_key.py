@@ -186,7 +186,7 @@ def forge(stranger: dist.TCPStore, *, old: dict[str, bytes]) -> None:
             stranger.set(key, values[number % len(values)].decode(errors="replace"))
 
 
-def test_a_stranger_who_writes_every_value_of_the_store_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_a_stranger_in_the_store_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job has the argument `key`, and no variable. The stranger writes, then a rank is late: the other looks."""
     monkeypatch.delenv(VARIABLE)
     store = serve(0)
