@@ -34,7 +34,8 @@ def test_attackers_send_the_model_of_their_attack() -> None:
     assert sent["-5 x"].tolist() == [[-35.0]]
     assert sent["NaN"].isnan().all()
     noise = ATTACKS["noise"](torch.full((4, 10_000), 7.0), (2,), draw) - 7.0
-    assert (float(noise.mean()), float(noise.std())) == (pytest.approx(0.0, abs=0.5), pytest.approx(10.0, rel=0.05))
+    assert float(noise.mean()) == pytest.approx(0.0, abs=0.5)
+    assert float(noise.std()) == pytest.approx(10.0, rel=0.05)
     std = math.sqrt(8 / 3)  # of 1, 3 and 5
     assert float(sent["ALIE, z = 1.5"]) == pytest.approx(3 - 1.5 * std)
     assert float(sent["ALIE"]) == pytest.approx(3 - attacks.alie_z(4, 1) * std)
