@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..flat.nonfinite import are_finite
 from ..flat.vector import SCRATCH_NUMEL
@@ -94,12 +95,11 @@ class TrimmedMean(Algorithm):
         count = len(kept) - 2 * b
         change = m.scratch("difference")
         for target, x, *others in zip(change.parts, own.x.parts, *(each.parts for each in kept), strict=True):
-            size = max(1, SCRATCH_NUMEL // (len(others) or 1))  # of a copy of all values, with their order
+            size = max(1, SCRATCH_NUMEL // (len(others) or 1))  # of a copy of all values
             for place, mine, *values in zip(*(each.split(size) for each in (target, x, *others)), strict=True):
                 place.copy_(mine).mul_(-count)
-                if values:
-                    ordered = torch.stack([value.to(place.dtype) for value in values]).sort(0).values
-                    place.add_(ordered[b : b + count].sum(0))
+                for value in without_extremes([value.to(place.dtype) for value in values], b):
+                    place.add_(value)
         v.x.add_(change, alpha=1 / (1 + count))
 
     def _log_none(self, rank: object, num_neighbours: int) -> None:
@@ -108,3 +108,22 @@ class TrimmedMean(Algorithm):
             "graph with at least %d neighbours, such as CompleteGraph",
             *(rank, self, num_neighbours, math.ceil(1 / self.share)),
         )
+
+
+def without_extremes(values: list[Tensor], b: int) -> list[Tensor]:
+    """Return, entry by entry, the values without the b largest and the b smallest ones.
+
+    Passes of comparisons between two tensors take a tenth of the time of a sort, since few values are left out of few.
+
+    Args:
+        values: at least 2b finite tensors of one shape and dtype; the list is changed, the tensors are not.
+        b: the number of values that are left out at each end.
+    """
+    for _ in range(b):
+        for k in range(len(values) - 1):  # the largest one comes to the last place
+            values[k : k + 2] = torch.minimum(*values[k : k + 2]), torch.maximum(*values[k : k + 2])
+        values.pop()
+        for k in range(len(values) - 1, 0, -1):  # and the smallest one to the first place
+            values[k - 1 : k + 1] = torch.minimum(*values[k - 1 : k + 1]), torch.maximum(*values[k - 1 : k + 1])
+        values.pop(0)
+    return values

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from gossip_modules import ClippedGossip, GossipDataParallel, RingGraph, TrimmedMean
 from gossip_modules.algorithms.d_psgd import DPSGD
+from gossip_modules.algorithms.trimmed_mean import without_extremes
 from gossip_modules.extend import Algorithm, FlatBuffer, PushPull
 from gossip_modules.graph_manager import CompleteGraph, DynamicBipartiteExponentialGraph, GraphManager
 from gossip_modules.lab import Digits
@@ -208,6 +209,20 @@ class Echo:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+@pytest.mark.parametrize(("m", "b"), [(1, 0), (2, 1), (3, 1), (5, 2), (6, 1), (7, 3), (12, 5)])
+def test_extremes_of_each_entry_are_left_out(m: int, b: int) -> None:
+    """Also with equal values; the tensors stay as they are."""
+    draw = torch.Generator().manual_seed(m)
+    given = [torch.randint(-3, 4, (1000,), generator=draw).double() for _ in range(m)]
+    copies = [x.clone() for x in given]
+    kept = without_extremes(list(given), b)
+    assert len(kept) == m - 2 * b
+    if kept:
+        expected = torch.stack(given).sort(0).values[b : m - b]
+        torch.testing.assert_close(torch.stack(kept).sort(0).values, expected, rtol=0, atol=0)
+    assert all(map(torch.equal, given, copies))
 
 
 @pytest.mark.parametrize("algorithm", [ClippedGossip(1.0), TrimmedMean(0.3)], ids=repr)
