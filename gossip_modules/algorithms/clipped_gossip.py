@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..flat.vector import in_chunks
 from ..registry import Paper
-from ..rounds import Algorithm, Memory, Round, Vectors, is_number
+from ..rounds import Algorithm, Memory, Round, Vector, Vectors, is_number
 from .neighbour_models import exchange_models, log_refused
 
 
@@ -77,11 +78,16 @@ class ClippedGossip(Algorithm):
     def round(self, v: Vectors, m: Memory, k: int) -> Round:
         """See `Algorithm`."""
         own, neighbours = yield from exchange_models(v)
-        difference = m.scratch("difference")
+        kept, factors = list[Vector](), list[float]()
+        for theirs in neighbours:
+            distance = theirs.x.distance_to(own.x)
+            if math.isfinite(distance):
+                kept.append(theirs.x)
+                factors.append(theirs.weight * min(1.0, self.radius / (distance or 1.0)))
+            else:
+                log_refused(v, m, own, theirs)
         with v.x.adding() as x:
-            for theirs in neighbours:
-                distance = difference.set_(theirs.x).sub_(own.x).norm()
-                if math.isfinite(distance):
-                    x.add_(difference, alpha=theirs.weight * min(1.0, self.radius / (distance or 1.0)))
-                else:
-                    log_refused(v, m, own, theirs)
+            for total, mine, *others in zip(x.parts, own.x.parts, *(each.parts for each in kept), strict=True):
+                for place, base, *models in in_chunks(total, mine, *others):  # the chunks of all models stay in cache
+                    for model, factor in zip(models, factors, strict=True):
+                        place.add_(model.to(place.dtype) - base, alpha=factor)

@@ -153,6 +153,16 @@ class Vector:
         """
         return math.hypot(*map(_norm, self.parts))
 
+    def distance_to(self, other: Vector) -> float:
+        """Return the Euclidean norm of self - other, in chunks that stay in cache; waits for the device. See `norm`."""
+        return math.hypot(
+            *(
+                _norm(a.to(torch.promote_types(a.dtype, torch.float32)) - b)
+                for x, y in zip(self.parts, other.parts, strict=True)
+                for a, b in in_chunks(x, y)
+            )
+        )
+
     def zero_(self) -> Vector:
         """self <- 0."""
         for x in self.parts:
