@@ -93,14 +93,14 @@ class TrimmedMean(Algorithm):
         if not b and kept and self.share:
             m.cached(("trims none", len(kept)), lambda: self._log_none(own.name, len(kept)))
         count = len(kept) - 2 * b
-        change = m.scratch("difference")
-        for target, x, *others in zip(change.parts, own.x.parts, *(each.parts for each in kept), strict=True):
-            size = max(1, SCRATCH_NUMEL // (len(others) or 1))  # of a copy of all values
-            for place, mine, *values in zip(*(each.split(size) for each in (target, x, *others)), strict=True):
-                place.copy_(mine).mul_(-count)
-                for value in without_extremes([value.to(place.dtype) for value in values], b):
-                    place.add_(value)
-        v.x.add_(change, alpha=1 / (1 + count))
+        with v.x.adding() as x:
+            for total, mine, *others in zip(x.parts, own.x.parts, *(each.parts for each in kept), strict=True):
+                size = max(1, SCRATCH_NUMEL // (len(others) or 1))  # of a copy of all values
+                for place, base, *values in zip(*(each.split(size) for each in (total, mine, *others)), strict=True):
+                    change = base.to(place.dtype) * -count
+                    for value in without_extremes([value.to(place.dtype) for value in values], b):
+                        change.add_(value)
+                    place.add_(change, alpha=1 / (1 + count))
 
     def _log_none(self, rank: object, num_neighbours: int) -> None:
         _log.warning(
