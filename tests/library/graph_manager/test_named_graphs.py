@@ -64,7 +64,7 @@ def test_predefined_graphs_have_their_size(name: str, make: Callable[[], nx.Grap
     expected = gm.graph_manager.NetworkXGraph(make())
     assert repr(named_graph(name, expected.world_size)) == repr(expected)
     with pytest.raises(
-        ValueError, match=rf"got graph='{name}' for 7 nodes, expected the {expected.world_size} .*; start"
+        ValueError, match=rf"got graph='{name}' for 7 ranks, expected the {expected.world_size} .*; start"
     ):
         named_graph(name, 7)
 
