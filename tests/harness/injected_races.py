@@ -197,7 +197,7 @@ def overwrite_what_is_sent(patch: pytest.MonkeyPatch) -> None:
 def correct_too_soon(patch: pytest.MonkeyPatch) -> None:
     """A round is applied before it is complete."""
 
-    def wait_for_nothing(engine: LockstepEngine, flight: LateRound, x: FlatVector) -> None:
+    def wait_for_nothing(engine: LockstepEngine, overlap: Overlap, flight: LateRound, x: FlatVector) -> None:
         flight.is_converted, flight.future = True, Future()
         flight.future.set_result(1.0)
 
