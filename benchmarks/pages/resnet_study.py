@@ -77,7 +77,8 @@ def summary(rows: pd.DataFrame) -> str:
 SETUP = f"""\
 This is [a study in the Lab](index.md#studies-in-the-lab) with ResNet-20 (He et al. 2016, arXiv 1512.03385), 269,722
 parameters with batch normalisation. It learns 45,000 images of CIFAR-10 from JPEG copies, cropped with a margin of 4
-pixels and mirrored at random, by SGD with momentum 0.9 and weight decay 1e-4. The workers, {WORKERS}, have {BATCH_SIZE}
+pixels and mirrored at random, by SGD with momentum 0.9 and weight decay 1e-4, with forwards in `torch.autocast` with
+bfloat16. The workers, {WORKERS}, have {BATCH_SIZE}
 images each in a step, and together read each image once in an epoch. MATCHA and PowerGossip have a ring. No rate was
 tuned: all methods have the paper's, 0.1 for 128 images. `--device cuda` trains on a GPU. [All studies of
 images](worker_numbers.md#images) explain the columns."""

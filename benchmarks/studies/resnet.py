@@ -1,7 +1,8 @@
 """The study of images with ResNet-20 on CIFAR-10 at 32 pixels, as its paper has both (He et al. 2016).
 
-On a CPU the fastest way is a loop over the workers, with images in `torch.channels_last`. On one core with AVX2 a step
-of eight workers with 16 images each takes 0.79 s of CPU time; without `channels_last` 1.05 s; by vmap 1.13 s.
+The forward is in `torch.autocast` with bfloat16. On a CPU the fastest way is a loop over the workers, with images in
+`torch.channels_last`. On one core with AVX-512 the forward and backward of eight workers with 16 images each take
+0.34 s of CPU time, and 0.57 s in float32; `torch.compile` changes neither by a tenth.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ NUM_SCORED = 500
 WORKERS, BATCH_SIZE, RATE = 8, 16, 0.1
 """The eight workers of a step together read 128 images, the batch of the paper, with its rate."""
 STEPS_PER_EPOCH = (50_000 - NUM_VALIDATION) // (WORKERS * BATCH_SIZE)
-SHORT, LONG = STEPS_PER_EPOCH, 30 * STEPS_PER_EPOCH
-"""The steps of 1 epoch and of 30."""
+SHORT, LONG = 10 * STEPS_PER_EPOCH, 30 * STEPS_PER_EPOCH
+"""The steps of 10 epochs and of 30."""
 
 
 class WholeImages:
@@ -83,7 +84,8 @@ class WholeImages:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """See `StudyTask`."""
-        return F.cross_entropy(model(self._normalised(batch[0])), batch[1])
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            return F.cross_entropy(model(self._normalised(batch[0])), batch[1])
 
     def batch(self, worker: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """See `StudyTask`; images are uint8 [N, 3, 32, 32], in `torch.channels_last`."""
@@ -152,4 +154,4 @@ RESNET: Mapping[str, Study] = {
         has_device=True,
     ),
 }
-"""The study by its name: the short trainings first, each of six minutes on one core; a long one takes three hours."""
+"""The study by its name. The short trainings come first; on one core each takes half an hour, a long one 90 minutes."""
