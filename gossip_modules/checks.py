@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from numbers import Real
 
 
 def checked_integer(name: str, value: int, least: int, remedy: str) -> int:
@@ -26,3 +27,8 @@ def checked_integer(name: str, value: int, least: int, remedy: str) -> int:
 def checked_seed(seed: int) -> int:
     """The seed as an int; raises ValueError if it is not an integer of at least 0."""
     return checked_integer("seed", seed, 0, "pass the seed that all ranks share")
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is a real number, perhaps NaN or an infinity; booleans are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)

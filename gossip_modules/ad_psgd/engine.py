@@ -56,7 +56,7 @@ class BilateralEngine(Engine):
         mixing: the weights over a bipartite graph with one peer per round.
         transport: a transport over Gloo, with messages in CPU memory.
         x: the parameters.
-        on_nonfinite: see `BilateralAverage`.
+        on_nonfinite, max_relative_distance: see `BilateralAverage`.
         has_momentum: whether corrections have the momentum of A2CiD2; see `ContinuousMomentum`.
 
     Attributes:
@@ -79,6 +79,7 @@ class BilateralEngine(Engine):
         x: FlatVector,
         *,
         on_nonfinite: str = "raise",
+        max_relative_distance: float | None = None,
         has_momentum: bool = False,
     ) -> None:
         super().__init__()
@@ -86,6 +87,7 @@ class BilateralEngine(Engine):
             memory = SnapshotPool(x).vector()  # of the host, for a model on a GPU
             self.momentum = ContinuousMomentum(memory, mixing.graph, transport.rank)
         self.shared, self.on_nonfinite = SharedModel(x, self.momentum), on_nonfinite
+        self._max_relative_distance = max_relative_distance
         self._is_refused = False
         self._begin_generation(mixing, transport)
 
@@ -93,7 +95,12 @@ class BilateralEngine(Engine):
         """Start the threads of a generation."""
         peers = self._peers_in(mixing, transport.rank)
         self._bilateral = BilateralAverage(
-            self.shared, transport, peers, stats=self.stats, on_nonfinite=self.on_nonfinite
+            self.shared,
+            transport,
+            peers,
+            stats=self.stats,
+            on_nonfinite=self.on_nonfinite,
+            max_relative_distance=self._max_relative_distance,
         )
         if not transport.is_elastic:
             transport.watch = self.together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -15,8 +16,9 @@ import torch
 from ..engine.engine import EngineStats
 from ..engine.liveness import ControlMessage, Liveness
 from ..engine.snapshots import Snapshot
-from ..flat.nonfinite import check_policy, is_finite, log_left_out, refuse
-from ..flat.vector import add_
+from ..flat.distance import DistanceBound, norm
+from ..flat.nonfinite import are_finite, check_policy, is_finite, log_left_out, refuse
+from ..flat.vector import FlatVector, add_
 from ..profiling import span
 from ..transport.base import Pending
 from ..transport.deadline import Deadline
@@ -64,6 +66,8 @@ class BilateralAverage:
         stats: mutated: the number of exchanges whose correction was skipped.
         on_nonfinite: the reaction to a correction that is not finite: "raise" an error at both ranks, or "spread": do
             not check. Over an elastic transport only the rank with such a model raises.
+        max_relative_distance: the largest |r - s| that is added, in units of |s|, over the parameters; where it is
+            larger, this rank skips its half of the exchange. None: all are added.
 
     Attributes:
         liveness: the control messages and the failures of this rank.
@@ -80,9 +84,11 @@ class BilateralAverage:
         *,
         stats: EngineStats,
         on_nonfinite: str = "raise",
+        max_relative_distance: float | None = None,
     ) -> None:
         self.shared, self.transport = shared, transport
         self.on_nonfinite = check_policy(on_nonfinite)
+        self._bound = None if max_relative_distance is None else DistanceBound(max_relative_distance)
         self._stats = stats
         self.closed_peers: set[int] = set()
         self.is_serving = self.is_closing = False
@@ -226,6 +232,10 @@ class BilateralAverage:
         self.transport.traffic.arrived({}, {peer: time.monotonic() - start})
         for theirs, own in zip(received.parameters, sent.parameters, strict=True):
             add_(theirs, own, alpha=-1.0)  # y_j - y_i
+        if self._bound is not None and not self._is_near(self._bound, received, sent, peer, what):
+            self.transport.traffic.refused([peer])
+            self._stats.num_skipped += 1
+            return
         if self.on_nonfinite != "spread" and not is_finite(received):
             names, is_own = self.transport.names, not is_finite(sent)
             if is_own or not self.transport.is_elastic:
@@ -236,6 +246,14 @@ class BilateralAverage:
         self._release_y()  # [Note: three vectors] of `SharedModel`
         self.shared.deliver(received, alpha=weight, step=step)  # y_i <- y_i + w (y_j - y_i)
         self.transport.traffic.mixed(max(self.liveness.round - step, 0), [peer])
+
+    def _is_near(self, bound: DistanceBound, received: FlatVector, sent: FlatVector, peer: int, what: str) -> bool:
+        """Whether the received y_j - y_i is within the bound; a model y_i that is not finite has no bound."""
+        names, own = self.transport.names, norm(sent.parameters)
+        if not math.isfinite(own):
+            return True
+        far = norm(received.parameters) if are_finite(received.buffers) else math.nan
+        return bound.accepts(far, own, rank=names[self.transport.rank], sender=names[peer], what=what)
 
 
 def _bits(weight: float) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..engine.background import close_at_program_end
 from ..engine.lockstep import LockstepEngine
+from ..flat.distance import check_bound
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..membership.membership import Membership
@@ -84,6 +85,10 @@ class BilatGossipDataParallel(GossipWrapper):
         on_nonfinite: the reaction to infinities or NaN in the difference of two models. "raise": FloatingPointError at
             both of them, "spread": do not look. With "raise", `settle()` and `close()` also look at the rank's own
             model, changed since its last exchange.
+        max_relative_distance: the largest distance of a peer's model from the own one, in units of the norm of the own
+            one. From a model further away, or with infinities or NaN, the rank takes nothing, with a warning, while the
+            peer may take its half; `comm_stats()` counts it as `num_refused/<peer>`. The norms are over the
+            parameters. None: all models are averaged. Not over a mailbox.
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average running statistics (BatchNorm) too, or each keeps its own; a sequence of
             names or patterns = those floating-point buffers in their place; see `Selection`.
@@ -124,6 +129,7 @@ class BilatGossipDataParallel(GossipWrapper):
         continuous_momentum: bool = False,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         on_nonfinite: str = "raise",
+        max_relative_distance: float | None = None,
         gossip_buffers: bool | Sequence[str] = True,
         ignore: Sequence[str] = (),
         gossip_in_eval_mode: bool = False,
@@ -157,6 +163,11 @@ class BilatGossipDataParallel(GossipWrapper):
                 "got continuous_momentum=True with a mailbox, expected False: its rates are for exchanges without "
                 "delay; leave it out"
             )
+        if mailbox is not None and max_relative_distance is not None:
+            raise ValueError(
+                f"got max_relative_distance={max_relative_distance} with a mailbox, expected None: a worker that reads "
+                "a model there has already given its own; leave it out"
+            )
         if mailbox is None and choices.schedule != Schedule():
             raise ValueError(
                 f"got schedule={choices.schedule}, expected a mailbox beside it: over connections a rank asks its next "
@@ -178,6 +189,7 @@ class BilatGossipDataParallel(GossipWrapper):
             described = weights = choose(local.place[1])
         options = {"graph": described.graph, "mixing": described, "on_nonfinite": check_policy(on_nonfinite)}
         options |= {"continuous_momentum": True} if continuous_momentum else {}
+        options |= {} if max_relative_distance is None else {"max_relative_distance": max_relative_distance}
         options |= {"gossip_buffers, ignore": (local.selection.gossip_buffers, local.selection.ignore), **flags}
         local.description = {name: str(value) for name, value in options.items()}
         if mailbox is not None:
@@ -194,6 +206,7 @@ class BilatGossipDataParallel(GossipWrapper):
             local.transport,
             local.buffer.vector,
             on_nonfinite=on_nonfinite,
+            max_relative_distance=check_bound(max_relative_distance),
             has_momentum=continuous_momentum,
         )
         if membership is None:

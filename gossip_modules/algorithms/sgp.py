@@ -42,6 +42,7 @@ class PushSum(PushPull):
                 f"got {mixing} whose columns do not sum to one, expected column-stochastic weights for push-sum; "
                 "use push_sum=False for row-stochastic weights"
             )
+        self.check_refusals(mixing)
 
     @property
     def is_weighted(self) -> bool:

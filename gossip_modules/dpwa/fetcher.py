@@ -16,8 +16,9 @@ import torch
 from ..devices import host_zeros
 from ..engine.background import Background
 from ..engine.snapshots import SnapshotPool
+from ..flat.distance import distance, norm
 from ..flat.nonfinite import is_finite
-from ..flat.vector import SCRATCH_NUMEL, FlatVector
+from ..flat.vector import FlatVector
 from ..profiling import span
 from ..transport.job_key import key_of
 from ..transport.threads import CallThread
@@ -283,29 +284,18 @@ def check_distance(y: FlatVector, x: FlatVector | None, max_distance: float) -> 
         RefusedModelError: y is not finite or too far away; says how far.
     """
     limit = max_distance if x is not None else max(max_distance, DEFAULT_MAX_DISTANCE)
-    if math.isfinite(rms := _rms(y, x)) and rms <= limit:  # so x and y are finite
+    root = math.sqrt(max(sum(segment.numel() for segment in y.segments), 1))
+    rms = (norm(y.segments) if x is None else distance(y.segments, x.segments)) / root
+    if math.isfinite(rms) and rms <= limit:  # so x and y are finite
         return True
     if not is_finite(y):
         raise RefusedModelError("got a model with infinite or NaN values, expected finite ones; the peer diverged")
     if x is not None and not is_finite(x):
         return False
-    distance, scale = _rms(y, x, is_exact=True), 1.0 if x is None else max(_rms(x, is_exact=True), 1.0)
-    if not distance <= limit * scale:
+    scale = 1.0 if x is None else max(norm(x.segments) / root, 1.0)
+    if not rms <= limit * scale:
         raise RefusedModelError(
-            f"got a model at a root mean square distance of {distance:.3g} from ours, expected {limit:g} * {scale:.3g} "
+            f"got a model at a root mean square distance of {rms:.3g} from ours, expected {limit:g} * {scale:.3g} "
             "at most; the peer has diverged or is broken, or a larger max_distance= is needed"
         )
     return True
-
-
-def _rms(y: FlatVector, x: FlatVector | None = None, *, is_exact: bool = False) -> float:
-    """The root mean square of y - x, or of y: infinite where float32 overflows, unless it is exact (in float64)."""
-    total = 0.0
-    for k, segment in enumerate(y.segments):
-        dtype = torch.float64 if is_exact or segment.dtype == torch.float64 else torch.float32
-        for start in range(0, segment.numel(), SCRATCH_NUMEL):
-            difference = segment[start : start + SCRATCH_NUMEL].to(dtype)
-            if x is not None:
-                difference = difference - x.segments[k][start : start + SCRATCH_NUMEL].to(dtype)
-            total = math.hypot(total, torch.linalg.vector_norm(difference).item())
-    return total / math.sqrt(max(sum(segment.numel() for segment in y.segments), 1))

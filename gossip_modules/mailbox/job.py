@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..checks import is_number
 from ..flat.layout import FlatLayout
-from ..membership.arguments import is_number, is_whole
+from ..membership.arguments import is_whole
 from ..membership.background_log import log
 from ..membership.view import differences
 from ..transport.job_key import VARIABLE

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Integral
 
 import torch.distributed as dist
+
+from ..checks import is_number
 
 
 def check_numbers(min_workers: int, max_workers: int, interval: float, min_deadline: float) -> None:
@@ -74,8 +76,3 @@ def check_tracked(objects: Mapping[str, object]) -> None:
 def is_whole(value: object) -> bool:
     """Whether it is a whole number."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a real number, perhaps NaN or an infinity."""
-    return isinstance(value, Real) and not isinstance(value, bool)

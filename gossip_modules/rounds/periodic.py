@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from ..checks import is_number
 from ..flat.layout import FlatLayout
 from ..flat.slots import TensorPlace
 from ..flat.vector import FlatVector
@@ -181,11 +181,6 @@ class Periodic(Algorithm):
         """The step of the first round of each fragment."""
         num_fragments = self.num_fragments
         return [p * self.sync_every // num_fragments or self.sync_every for p in range(num_fragments)]
-
-
-def is_number(value: object) -> bool:
-    """Whether the value is a real number; booleans are not."""
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 Fragments: TypeAlias = int | Sequence[Sequence[str]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Cast
+from ..flat.distance import DistanceBound, check_bound, distance, norm
 from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
+from ..flat.nonfinite import are_finite
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_names import takes_old_arguments
@@ -43,12 +46,21 @@ class PushPull(Mixer):
     the next one is in transfer; the result has the same bits as with whole messages. Messages with a narrow wire, and
     messages between GPUs, are sent whole.
 
+    [Note: refused messages] With `max_relative_distance` a rank takes its own model in place of the model y of a peer
+    with |y - x| > max_relative_distance |x|: it adds the weight of the message to its own weight, W_ii += W_ij. In
+    push-sum x and y are the estimates, and a weight of the message that is not in (0, n] refuses it too. Rows of W
+    still sum to one, so the models of honest ranks stay a weighted mean of the models that they accept; columns do not,
+    so the mean over all ranks moves. The norms are over the parameters; buffers must be finite. Messages are
+    sent whole.
+
     Args:
         wire_dtype: torch.bfloat16 or torch.float16, for wider segments; None: models are sent unrounded. Takes one
             narrow copy of the model. float16 saturates at 65,504.
         deltas: whether a link carries the changes of the rounded numbers since its last message, for equal results
             with fewer bytes. Needs `wire_dtype`; takes a narrow copy for each peer, see [Note: deltas] of `Deltas`.
         chunk_bytes: the largest size of a chunk, a multiple of 256; equal on all ranks.
+        max_relative_distance: the largest distance of a peer's model from the own one, in units of the norm of the own
+            one; > 0. Takes one more pass over each message. None: all models are mixed. See [Note: refused messages].
 
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
     Algorithm 1.
@@ -67,7 +79,12 @@ class PushPull(Mixer):
 
     @takes_old_arguments()
     def __init__(
-        self, *, wire_dtype: torch.dtype | None = None, deltas: bool = False, chunk_bytes: int = CHUNK_BYTES
+        self,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        deltas: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
+        max_relative_distance: float | None = None,
     ) -> None:
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(
@@ -81,6 +98,8 @@ class PushPull(Mixer):
         check_chunk_bytes(chunk_bytes)
         self.wire_dtype, self.deltas = wire_dtype, deltas
         self.chunk_bytes = chunk_bytes
+        limit = check_bound(max_relative_distance)
+        self.bound = None if limit is None else DistanceBound(limit)
         self._inbox: dict[int, FlatVector] = {}  # by the index of the in-peer in its round, with deltas by its rank
         self._sent: FlatVector | None = None
         self._pending: Pending | None = None
@@ -102,7 +121,7 @@ class PushPull(Mixer):
 
     def _cut(self) -> None:
         """Choose the size of chunks; 0: messages are sent whole. It is equal on all ranks, as its inputs are."""
-        is_cut = self.wire_dtype is None and self.transport.device.type == "cpu"
+        is_cut = self.wire_dtype is None and self.bound is None and self.transport.device.type == "cpu"
         self._cut_bytes = self.chunk_bytes if is_cut else 0
         self._forget_messages()
 
@@ -115,6 +134,16 @@ class PushPull(Mixer):
             raise ValueError(
                 f"got {mixing} whose rows do not sum to one, expected row-stochastic weights for push-pull gossip; "
                 "use push_sum=True, or MetropolisHastingsMixing on an undirected graph"
+            )
+        self.check_refusals(mixing)
+
+    def check_refusals(self, mixing: MixingManager) -> None:
+        """Raise ValueError where weights in place of refused messages would grow from round to round."""
+        if self.bound is not None and not mixing.is_row_stochastic:
+            raise ValueError(
+                f"got max_relative_distance={self.bound.limit:g} with {mixing} whose rows do not sum to one, expected "
+                "row-stochastic weights: a rank puts its own model in the place of a refused one, and weights would "
+                "grow; take a graph where each rank has as many in-peers as out-peers, or leave the bound out"
             )
 
     @property
@@ -210,6 +239,8 @@ class PushPull(Mixer):
         if (alpha := self._mix_arriving(s, is_difference=is_difference)) is not None:
             return alpha
         self._wait()
+        if self.bound is not None:
+            self._refuse_far(self.bound, s)
         weights, buffer_weights = self._row.weights, self._row.buffer_weights
         if self._sent is not None and is_difference:  # s is not read below
             s.raw.zero_()
@@ -296,6 +327,25 @@ class PushPull(Mixer):
             kept = self._row.leave_out(lost)
             self.received = [self.received[k] for k in kept] if self.received else ()
 
+    def _refuse_far(self, bound: DistanceBound, s: FlatVector) -> None:
+        """Leave out the messages that are too far from s: see [Note: refused messages]."""
+        row, transport, own, refused = self._row, self.transport, norm(s.parameters), set[int]()
+        if not math.isfinite(own):  # no message is near it, and all would be blamed
+            return
+        for peer, y in zip(row.in_peers, self.received, strict=True):
+            weight, scale = y.push_sum_weight.item() if self._sends_weight else 1.0, 1.0
+            is_sound = 0 < weight <= transport.world_size and are_finite(y.buffers)
+            if self._sends_weight and is_sound:
+                scale = s.push_sum_weight.item() / weight
+            far = distance(y.parameters, s.parameters, scale=scale) if is_sound else math.nan
+            rank, sender = transport.names[transport.rank], transport.names[peer]
+            if not bound.accepts(far, own, rank=rank, sender=sender, what=f"round {row.t}"):
+                refused.add(peer)
+        if refused:
+            transport.traffic.refused(refused)
+            kept = row.refuse(refused)
+            self.received = [self.received[k] for k in kept]
+
     # In chunks.
 
     def chunks(self, s: FlatVector) -> Sequence[FlatVector]:
@@ -372,6 +422,7 @@ class PushPull(Mixer):
         wire = [] if self.wire_dtype is None else [f"wire_dtype={self.wire_dtype}"]
         wire += ["deltas=True"] if self.deltas else []
         chunks = [] if self.chunk_bytes == CHUNK_BYTES else [f"chunk_bytes={self.chunk_bytes}"]
+        chunks += [] if self.bound is None else [f"max_relative_distance={self.bound.limit}"]
         return f"{type(self).__name__}({', '.join(wire + chunks)})"
 
 
@@ -462,12 +513,23 @@ class Neighbours:
         kept = [k for k, peer in enumerate(self.in_peers) if peer not in lost]
         if self._sends_shares and not self.keeps_all:
             self._take_back([peer for peer in self.out_peers if peer in lost])
-        self.weights, self.buffer_weights = (self._without(lost, row) for row in (self.weights, self.buffer_weights))
+        self.weights, self.buffer_weights = (
+            self._without(lost, row, is_replaced=not self._sends_shares) for row in (self.weights, self.buffer_weights)
+        )
         self.in_peers = tuple(self.in_peers[k] for k in kept)
         return kept
 
-    def _without(self, lost: Set[int], row: MixingWeights) -> MixingWeights:
-        lost_here = 0.0 if self._sends_shares else sum(w for peer, w in row.inp.items() if peer in lost)
+    def refuse(self, peers: Set[int]) -> list[int]:
+        """Take the own model in place of the messages of these peers. Returns the indices of the other in-peers."""
+        kept = [k for k, peer in enumerate(self.in_peers) if peer not in peers]
+        self.weights, self.buffer_weights = (
+            self._without(peers, row, is_replaced=True) for row in (self.weights, self.buffer_weights)
+        )
+        self.in_peers = tuple(self.in_peers[k] for k in kept)
+        return kept
+
+    def _without(self, lost: Set[int], row: MixingWeights, *, is_replaced: bool) -> MixingWeights:
+        lost_here = sum(w for peer, w in row.inp.items() if peer in lost) if is_replaced else 0.0
         return MixingWeights(row.own + lost_here, {peer: w for peer, w in row.inp.items() if peer not in lost})
 
     def _take_back(self, peers: Iterable[int]) -> None:

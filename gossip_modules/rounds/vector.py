@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ..flat.distance import distance, norm
 from ..flat.layout import FlatLayout, TensorSpec
 from ..flat.vector import FlatVector, add_, in_chunks
-
-_ROW = 4096  # elements whose squares are summed in float32
-_SMALLEST = 1e-15  # norm; the squares of smaller entries may be zero in float32
 
 
 class Vector:
@@ -151,37 +148,17 @@ class Vector:
         With stacked ranks it is the norm over all of them. Short rows of a part are summed in float32 at least, and
         their norms in float64.
         """
-        return math.hypot(*map(_norm, self.parts))
+        return norm(self.parts)
 
     def distance_to(self, other: Vector) -> float:
         """Return the Euclidean norm of self - other, in chunks that stay in cache; waits for the device. See `norm`."""
-        return math.hypot(
-            *(
-                _norm(a.to(torch.promote_types(a.dtype, torch.float32)) - b)
-                for x, y in zip(self.parts, other.parts, strict=True)
-                for a, b in in_chunks(x, y)
-            )
-        )
+        return distance(self.parts, other.parts)
 
     def zero_(self) -> Vector:
         """self <- 0."""
         for x in self.parts:
             x.zero_()
         return self
-
-
-def _norm(x: Tensor) -> float:
-    """Return the Euclidean norm of x, of any shape. Only where squares leave float32, the slower float64 sums them."""
-    whole, dtype = x.numel() - x.numel() % _ROW, torch.promote_types(x.dtype, torch.float32)
-    flat = x.reshape(-1)
-    rows, rest = flat[:whole].view(whole // _ROW, _ROW), flat[whole:]
-    norms = [torch.linalg.vector_norm(part, dim=-1, dtype=dtype).view(-1) for part in (rows, rest)]
-    found = float(torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64))
-    if _SMALLEST < found < math.inf or not x.numel():
-        return found
-    largest = float(flat.abs().max())  # in a tenth of the time of the infinity norm
-    has_no_sum = largest == 0 or not math.isfinite(largest)
-    return largest if has_no_sum else float(torch.linalg.vector_norm(flat, dtype=torch.float64))
 
 
 class SentVector(Vector):

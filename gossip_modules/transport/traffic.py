@@ -24,6 +24,7 @@ class _Counts:
     num_sent: int = 0
     num_received: int = 0
     num_rounds: int = 0
+    num_refused: int = 0
     total_staleness: int = 0
     waited_seconds: float = 0.0
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_WAITS))
@@ -79,6 +80,12 @@ class PeerTraffic:
                 counts.total_staleness += staleness
             self._waited.clear()
             self._heard.clear()
+
+    def refused(self, peers: Iterable[int | str]) -> None:
+        """Count a message of each of these peers that was not mixed."""
+        with self._lock:
+            for peer in peers:
+                self._counts[peer].num_refused += 1
 
     def sent_together(self, num_bytes: Mapping[int, int]) -> None:
         """Count the bytes of a collective.
@@ -139,6 +146,8 @@ def _figures(counts: _Counts) -> dict[str, float]:
         figures["bytes_received"] = counts.num_received
     if counts.num_rounds:
         figures["staleness"] = counts.total_staleness / counts.num_rounds
+    if counts.num_refused:
+        figures["num_refused"] = counts.num_refused
     if counts.waits:
         figures["wait_median"] = median = statistics.median(counts.waits)
         figures["wait_mad"] = statistics.median(abs(seconds - median) for seconds in counts.waits)

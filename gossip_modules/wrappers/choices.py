@@ -173,7 +173,8 @@ class Choices:
     """The choices of the user of a lockstep wrapper: peers, weights, algorithm, and the steps with a round.
 
     Args:
-        graph, mixing, push_sum, algorithm, wire_dtype, schedule, deltas: see `GossipDataParallel`.
+        graph, mixing, push_sum, algorithm, wire_dtype, schedule, deltas, max_relative_distance: see
+            `GossipDataParallel`.
     """
 
     graph: GraphLike | None = None
@@ -183,6 +184,7 @@ class Choices:
     wire_dtype: torch.dtype | None = None
     schedule: Schedule = field(default_factory=Schedule)
     deltas: bool = False
+    max_relative_distance: float | None = None
 
     def check_auto(self, wire_limit: torch.dtype | None, *, has_membership: bool) -> None:
         """Raise ValueError where ranks cannot choose overlap by themselves.
@@ -214,11 +216,20 @@ class Choices:
                 f"got wire_dtype={self.wire_dtype!r}, expected a torch.dtype; pass torch.bfloat16, torch.float16 or "
                 "None"
             )
-        given = [name for name in ("algorithm", "wire_dtype") if getattr(self, name) is not None]
+        given = [
+            name for name in ("algorithm", "wire_dtype", "max_relative_distance") if getattr(self, name) is not None
+        ]
         if given and self.schedule.average_every == 1:
             raise ValueError(
                 f"got {', '.join(given)} with {self.schedule}, expected none: each round of this schedule is an exact "
                 "average, so that ranks never gossip; leave them out"
+            )
+        if self.max_relative_distance is not None and (nprocs_per_node != 1 or is_sharded):
+            raise ValueError(
+                f"got max_relative_distance={self.max_relative_distance} for a model that several processes hold in "
+                f"shards (nprocs_per_node={nprocs_per_node}, or fully_shard), expected a whole model in each: the "
+                "bound is on the norm over all parameters; leave it out, or pass a membership, whose nodes gossip with "
+                "one process"
             )
         for part in self._parts if nprocs_per_node != 1 or is_sharded else ():
             part.check_shards(nprocs_per_node)
@@ -265,8 +276,8 @@ class Choices:
         """The mixer that runs the rounds; not bound yet.
 
         Raises:
-            ValueError: a dtype of the wire beside an algorithm that has messages of its own, or deltas beside another
-                algorithm than plain gossip.
+            ValueError: a dtype of the wire beside an algorithm that has messages of its own; or deltas, or a bound on
+                distances, beside another algorithm than plain gossip.
         """
         innermost = self._parts[-1] if self._parts else self.algorithm
         takes_wire_dtype = innermost is None or (isinstance(innermost, Algorithm) and innermost.takes_wire_dtype)
@@ -275,19 +286,23 @@ class Choices:
                 f"got wire_dtype={self.wire_dtype} with {innermost}, expected one of them: the algorithm makes its own "
                 "messages, and no wire rounds these; leave wire_dtype out. PushPull has its own argument wire_dtype"
             )
-        if self.deltas and isinstance(self.algorithm, PushPull):
-            raise ValueError(
-                f"got deltas=True beside {self.algorithm}, expected one of them; pass both arguments to "
-                f"{type(self.algorithm).__name__}, which has them too"
-            )
+        plain_only = {"deltas": self.deltas, "max_relative_distance": self.max_relative_distance}
+        given = ", ".join(f"{name}={value}" for name, value in plain_only.items() if value not in (False, None))
         if isinstance(self.algorithm, PushPull):
+            if given:
+                raise ValueError(
+                    f"got {given} beside {self.algorithm}, expected one of them; pass all arguments to "
+                    f"{type(self.algorithm).__name__}, which has them too"
+                )
             return self.algorithm
-        plain = (PushSum if self._sends_weights else PushPull)(wire_dtype=self.wire_dtype, deltas=self.deltas)
+        make = PushSum if self._sends_weights else PushPull
+        plain = make(wire_dtype=self.wire_dtype, deltas=self.deltas, max_relative_distance=self.max_relative_distance)
         mixer = plain if self.algorithm is None else mixer_of(self.algorithm, plain)
-        if self.deltas and mixer is not plain:
+        if given and mixer is not plain:
             raise ValueError(
-                f"got deltas=True with {self.algorithm}, expected plain gossip, which sends whole models: SGP, Overlap "
-                "SGP, D-PSGD or MATCHA; leave deltas out, or take a compressor for outer methods"
+                f"got {given} with {self.algorithm}, expected plain gossip, which sends whole models: SGP, Overlap "
+                "SGP, D-PSGD or MATCHA; leave it out, or take a compressor for outer methods, or ClippedGossip or "
+                "TrimmedMean, which trust no neighbour"
             )
         return mixer
 

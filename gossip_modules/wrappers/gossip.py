@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ..engine.lockstep import LockstepEngine
 from ..engine.measuring import Measurement, OverlapChoice, OverlapLimits
 from ..engine.overlap import Overlap
+from ..flat.distance import check_bound
 from ..flat.nonfinite import check_policy
 from ..flat.selection import Selection
 from ..flat.sharded import meshes_of
@@ -100,6 +101,10 @@ class GossipDataParallel(GossipWrapper, Joinable):
             step.
         deltas: whether a link carries the changes of the rounded numbers since its last message. Results are
             equal, bit by bit. For plain gossip with `wire_dtype`; each link keeps its last message, see `Deltas`.
+        max_relative_distance: the largest distance of a peer's model from the own one, in units of the norm of the own
+            one. A model further away, or with infinities or NaN, is left out, with a warning; `comm_stats()` counts
+            it as `num_refused/<peer>`. For plain gossip; None: all are mixed. See [Note: refused messages] of
+            `PushPull`.
         schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step.
         process_group: a group without other traffic; None = a new one over all ranks.
         device_mesh: in place of `process_group`, the dimension of a mesh for gossip between replicas, such as
@@ -163,6 +168,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         algorithm: AlgorithmLike = None,
         wire_dtype: torch.dtype | str | None = None,
         deltas: bool = False,
+        max_relative_distance: float | None = None,
         schedule: Schedule | int = 1,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: dist.DeviceMesh | None = None,
@@ -185,7 +191,16 @@ class GossipDataParallel(GossipWrapper, Joinable):
         Joinable.__init__(self)
         self._overlap, self._max_staleness, self._on_nonfinite = overlap, max_staleness, check_policy(on_nonfinite)
         self._wire_limit, wire = wire_limit(wire_dtype, overlap)
-        chosen = Choices(graph, mixing, push_sum, as_algorithm(algorithm), wire, as_schedule(schedule), deltas)
+        chosen = Choices(
+            graph=graph,
+            mixing=mixing,
+            push_sum=push_sum,
+            algorithm=as_algorithm(algorithm),
+            wire_dtype=wire,
+            schedule=as_schedule(schedule),
+            deltas=deltas,
+            max_relative_distance=check_bound(max_relative_distance),
+        )
         self._needs_tokens = rounds == "step" and getattr(chosen.algorithm, "counts_tokens", False)
         self._has_counted = False  # the tokens of the present step
         if overlap == "auto":
@@ -255,7 +270,11 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self, membership: Any, chosen: Choices, links: Links, g: int, *, init_sync: bool
     ) -> tuple[MixingManager, Mixer]:
         """Take part in a run over a mailbox."""
-        given: dict[str, tuple[object, object]] = {"overlap": (self._overlap, False), "nprocs_per_node": (g, 1)}
+        given: dict[str, tuple[object, object]] = {
+            "overlap": (self._overlap, False),
+            "nprocs_per_node": (g, 1),
+            "max_relative_distance": (chosen.max_relative_distance, None),
+        }
         if unfit := [f"{name}={value}" for name, (value, default) in given.items() if value != default]:
             raise ValueError(
                 f"got {', '.join(unfit)} with a mailbox, expected none of them: one process is one worker, and rounds "
