@@ -138,7 +138,11 @@ class PushPull(Mixer):
         self.check_refusals(mixing)
 
     def check_refusals(self, mixing: MixingManager) -> None:
-        """Raise ValueError where weights in place of refused messages would grow from round to round."""
+        """Raise ValueError where weights in place of refused messages would grow from round to round.
+
+        Args:
+            mixing: the weights of the graph.
+        """
         if self.bound is not None and not mixing.is_row_stochastic:
             raise ValueError(
                 f"got max_relative_distance={self.bound.limit:g} with {mixing} whose rows do not sum to one, expected "
