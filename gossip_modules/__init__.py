@@ -38,6 +38,7 @@ from .algorithms.pulse_loco import PULSELoCo
 from .algorithms.qg_dsgdm import QGDSGDm
 from .algorithms.rda import RDA
 from .algorithms.relay_sgd import RelaySGD
+from .algorithms.running_sums import RunningSums
 from .algorithms.slowmo import SlowMo
 from .algorithms.sparse_loco import SparseLoCo
 from .algorithms.sparta import Sparta
@@ -119,6 +120,7 @@ __all__ = [
     "RandomK",
     "RelaySGD",
     "RingGraph",
+    "RunningSums",
     "Schedule",
     "SignNorm",
     "SlowMo",

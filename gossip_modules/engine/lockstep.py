@@ -423,8 +423,7 @@ class LockstepEngine(Engine):
     def round_stats(self) -> dict[str, float]:
         """See `Engine`; with the choice of overlap, if there is one."""
         choice = {} if self.choice is None else self.choice.numbers()
-        delay = {} if self.rounds is None else self.rounds.stats()
-        return {**super().round_stats(), **delay, **choice}
+        return {**super().round_stats(), **self.mixer.stats(), **choice}
 
     def progress(self) -> tuple[float, ...]:
         """Return the counters, for `FollowingEngine.follow`."""

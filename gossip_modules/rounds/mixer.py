@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
+from ..schedule import Schedule
 from ..state import State
 from ..transport.base import Transport
 from ..transport.deadline import Deadline
@@ -72,6 +73,23 @@ class Mixer(State, ABC):
     def check(self, mixing: MixingManager) -> None:
         """Raise ValueError if the weights `mixing` do not suit this mixer."""
 
+    def check_options(
+        self,
+        schedule: Schedule,
+        *,
+        overlap: bool | str = False,
+        nprocs_per_node: int = 1,
+        is_sharded: bool = False,
+        has_membership: bool = False,
+    ) -> None:
+        """Raise ValueError where the options of a wrapper do not suit this mixer. This default takes all of them.
+
+        Args:
+            schedule, overlap, nprocs_per_node: see `GossipDataParallel`.
+            is_sharded: whether several processes hold the shards of a model.
+            has_membership: whether workers may die and join.
+        """
+
     @property
     def is_weighted(self) -> bool:
         """Whether the push-sum weight w may differ from one, so that the estimate is x / w."""
@@ -107,6 +125,10 @@ class Mixer(State, ABC):
             dtypes: the dtypes of the parameters, widened to float32 at least.
         """
         return str(self)
+
+    def stats(self) -> dict[str, float]:
+        """Return counters of the mixer itself, for `comm_stats()`."""
+        return {}
 
     def close(self) -> None:
         """Release threads and hooks; idempotent."""

@@ -430,7 +430,7 @@ class Rounds(Mixer):
         super().check_state(state, of=of)
 
     def stats(self) -> dict[str, float]:
-        """Return the delay of the last rounds, if ranks agree on it, for `comm_stats()`."""
+        """See `Mixer`: the delay of the last rounds, if ranks agree on it."""
         return {} if self._agreed is None else {"auto_delay": self._agreed.present}
 
     def interrupt(self) -> None:

@@ -26,8 +26,8 @@ from ..rounds.rounds import mixer_of
 from ..schedule import Schedule
 from .arguments import GraphLike, MixingLike, as_graph, as_mixing, check_flags, check_size
 
-Chosen: TypeAlias = Algorithm | PushPull | None
-AlgorithmLike: TypeAlias = Chosen | type[Algorithm | PushPull] | str
+Chosen: TypeAlias = Algorithm | Mixer | None
+AlgorithmLike: TypeAlias = Chosen | type[Algorithm | Mixer] | str
 
 
 def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
@@ -48,9 +48,9 @@ def as_algorithm(algorithm: AlgorithmLike) -> Chosen:
                 f"got algorithm={algorithm!r}, which is a wrapper with arguments, expected an algorithm that runs in "
                 f"rounds; write {method.example}"
             )
-    if isinstance(made, type) and issubclass(made, Algorithm | PushPull):
+    if isinstance(made, type) and issubclass(made, Algorithm | Mixer):
         made = _with_defaults(made, algorithm)
-    if made is None or isinstance(made, Algorithm | PushPull):
+    if made is None or isinstance(made, Algorithm | Mixer):
         return made
     if isinstance(made, Compressor) or (isinstance(made, type) and issubclass(made, Compressor)):
         raise ValueError(
@@ -242,6 +242,10 @@ class Choices:
         if isinstance(self.algorithm, Algorithm):
             self.algorithm.check_schedule(self.schedule)
             self.algorithm.check_overlap(overlap, self.schedule)
+        if isinstance(self.algorithm, Mixer):
+            self.algorithm.check_options(
+                self.schedule, overlap=overlap, nprocs_per_node=nprocs_per_node, is_sharded=is_sharded
+            )
         if self._parts:
             self._check_algorithm(self._parts[0], init_sync=init_sync, nprocs_per_node=nprocs_per_node)
 
@@ -288,17 +292,17 @@ class Choices:
             )
         plain_only = {"deltas": self.deltas, "max_relative_distance": self.max_relative_distance}
         given = ", ".join(f"{name}={value}" for name, value in plain_only.items() if value not in (False, None))
-        if isinstance(self.algorithm, PushPull):
-            if given:
-                raise ValueError(
-                    f"got {given} beside {self.algorithm}, expected one of them; pass all arguments to "
-                    f"{type(self.algorithm).__name__}, which has them too"
-                )
+        if given and isinstance(self.algorithm, PushPull):
+            raise ValueError(
+                f"got {given} beside {self.algorithm}, expected one of them; pass all arguments to "
+                f"{type(self.algorithm).__name__}, which has them too"
+            )
+        if isinstance(self.algorithm, Mixer) and not given:
             return self.algorithm
         make = PushSum if self._sends_weights else PushPull
         plain = make(wire_dtype=self.wire_dtype, deltas=self.deltas, max_relative_distance=self.max_relative_distance)
-        mixer = plain if self.algorithm is None else mixer_of(self.algorithm, plain)
-        if given and mixer is not plain:
+        mixer = mixer_of(self.algorithm, plain) if isinstance(self.algorithm, Algorithm) else plain
+        if given and (mixer is not plain or isinstance(self.algorithm, Mixer)):
             raise ValueError(
                 f"got {given} with {self.algorithm}, expected plain gossip, which sends whole models: SGP, Overlap "
                 "SGP, D-PSGD or MATCHA; leave it out, or take a compressor for outer methods, or ClippedGossip or "
@@ -338,7 +342,7 @@ class Choices:
     @property
     def _parts(self) -> tuple[Algorithm, ...]:
         """The algorithms, each over the next; empty for plain gossip."""
-        return () if self.algorithm is None or isinstance(self.algorithm, PushPull) else self.algorithm.parts
+        return self.algorithm.parts if isinstance(self.algorithm, Algorithm) else ()
 
 
 @dataclass(frozen=True)

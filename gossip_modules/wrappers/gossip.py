@@ -69,6 +69,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
     | Local SGD    | algorithm=LocalSGD(sync_every=H)                              |
     | MATCHA       | graph=MatchaGraph(base, budget=0.5)                           |
     | PowerGossip  | algorithm=PowerGossip(), or Choco, DeepSqueeze, Moniqua       |
+    | running sums | algorithm=RunningSums(): SGP over links that lose messages    |
     | DiLoCo       | algorithm=DiLoCo(), or MuLoCo, IsoLoCo, SparseLoCo, SlowMo,   |
     |              | NoLoCo, GASLoC                                                |
     | D2           | algorithm=D2(), or ExactDiffusion, EXTRA, GradientTracking,   |
@@ -240,6 +241,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self, membership: Membership, chosen: Choices, links: Links, g: int, *, init_sync: bool
     ) -> tuple[MixingManager, Mixer]:
         """Take part in a membership; g: the processes of this worker."""
+        if isinstance(chosen.algorithm, Mixer):
+            chosen.algorithm.check_options(chosen.schedule, has_membership=True)
         if isinstance(membership, Membership) and membership.is_by_mail:
             return self._enter_mailbox(membership, chosen, links, g, init_sync=init_sync)
         group = links.process_group if g == 1 else None  # else it connects the processes of the node

@@ -69,15 +69,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "loop": {"state", "flat", "transport", "warn"},
         "rounds": {*_LOCKSTEP, "loop", "registry", "old_names", "checks"},
         "algorithms": {
-            "devices",
-            "flat",
-            "graph_manager",
-            "mixing_manager",
-            "compression",
-            "rounds",
-            "registry",
-            "schedule",
-            "checks",
+            *("devices", "flat", "graph_manager", "mixing_manager", "compression", "rounds", "registry", "schedule"),
+            *("checks", "state", "transport", "warn", "worlds"),
         },
         "engine": {
             *("devices", "profiling", "rounds", "flat", "schedule", "mixing_manager", "transport"),

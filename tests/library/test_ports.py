@@ -24,7 +24,7 @@ from tests.library.membership.test_membership import Job, model_of
 PAGE = (ROOT / "docs" / "guides" / "security.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r'^\| <a id="port-(\w+)"></a>[^|]*\| `([\w/]+\.py)`', PAGE, flags=re.MULTILINE))
 OPENS = re.compile(
-    r"create_server\(|is_master=True|create_device\(|create_default_device\(|\bHTTPServer\b|\.listen\(\d*\)"
+    r"create_server\(|is_master=True|create_device\(|create_default_device\(|SOCK_DGRAM\)\)|\bHTTPServer\b|\.listen\(\d*\)"
 )
 LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 
