@@ -41,7 +41,7 @@ class MailChoices:
                 f"got {schedule} over a mailbox, expected no averages in the schedule, since workers take steps at "
                 "their own pace; take LocalSGD(sync_every=H), or DiLoCo(sync_every=H, lr=1, momentum=0)"
             )
-        if isinstance(algorithm, PushPull) or choices.wire_dtype is not None:
+        if isinstance(algorithm, Mixer) or choices.wire_dtype is not None:
             raise ValueError(
                 f"got {algorithm or choices.wire_dtype} over a mailbox, expected whole models or an outer method with "
                 "a compressor; leave wire_dtype out, and take DiLoCo(compressor=Cast(torch.bfloat16)) for narrow drifts"
