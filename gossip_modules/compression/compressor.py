@@ -103,7 +103,7 @@ class Compressor(ABC):
             message: a message that `compress` wrote, uint8 [num_bytes]; not changed.
             target: the tensor that C(x) is added to, [d], contiguous; of x's dtype or any other floating dtype.
             alpha: the factor of C(x).
-            also: another such tensor, which shares no memory with target; the message is decoded once for both.
+            also: another such tensor, which shares no memory with target; codes in blocks decode once for both.
 
         Raises:
             ValueError: target or also has another dtype or shape, or no vector of its length has a message of this
