@@ -26,6 +26,7 @@ from benchmarks.by_hand import (
 )
 from gossip_modules.extend import GossipWrapper
 from gossip_modules.graph_manager import CompleteGraph
+from gossip_modules.membership.serve import serve
 
 
 class DDP(PlainLoop):
@@ -116,6 +117,36 @@ def _all(model: nn.Module, **options: Any) -> PlainLoop:
     return _gossip(model, graph=CompleteGraph(n, peers_per_itr=n - 1), push_sum=False, **options)
 
 
+class Member(Wrapped):
+    """SGP with a membership, whose store rank 0 serves.
+
+    Args:
+        key: the key of the job; None: there is none.
+    """
+
+    def __init__(self, model: nn.Module, *, key: str | None = None) -> None:
+        port = torch.zeros(1, dtype=torch.int64)
+        if dist.get_rank() == 0:
+            self._store = serve(0)
+            port.fill_(self._store.port)
+        dist.broadcast(port, 0)
+        self.membership = gm.Membership(
+            f"127.0.0.1:{port.item()}", min_workers=dist.get_world_size(), key=key, min_deadline=30.0
+        )
+        super().__init__(model, wrap=lambda module: gm.GossipDataParallel(module, membership=self.membership))
+        self._steps = self.membership.steps(1 << 40)
+
+    def step(self, loss: Loss) -> None:
+        """See `PlainLoop`."""
+        next(self._steps)
+        super().step(loss)
+
+    def close(self) -> None:
+        """Leave the job; the store lives until all have left."""
+        super().close()
+        dist.barrier()
+
+
 CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
     "local": PlainLoop,
     "hand-sgp": BlockingSGP,
@@ -142,6 +173,9 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
     "dpsgd-all": _all,
     "clipped-all": partial(_all, algorithm=gm.ClippedGossip(1.0)),
     "trimmed-all": partial(_all, algorithm=gm.TrimmedMean(0.4)),
+    "bounded-all": partial(_all, max_relative_distance=0.5),
+    "member": Member,
+    "member-key": partial(Member, key="the key of a benchmark"),
 }
 STANDARDS: Mapping[str, str] = {
     "sgp": "hand-sgp",
@@ -160,5 +194,7 @@ STANDARDS: Mapping[str, str] = {
     "clipped": "dpsgd",
     "clipped-all": "dpsgd-all",
     "trimmed-all": "dpsgd-all",
+    "bounded-all": "dpsgd-all",
+    "member-key": "member",
 }
 """The method that each method is compared with; the other methods are compared with `local`."""

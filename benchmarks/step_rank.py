@@ -24,8 +24,9 @@ from gossip_modules import GroupAverageDataParallel
 def make_model(name: str) -> tuple[nn.Module, Tensor]:
     """A model and its batch, by a name of `benchmarks.step_time.STEPS`."""
     torch.manual_seed(0)
-    if name == "resnet18":
-        return torchvision.models.resnet18(num_classes=10), torch.randn(2, 3, 32, 32)
+    if name in ("resnet18", "resnet18-16"):
+        num_images = 2 if name == "resnet18" else 16
+        return torchvision.models.resnet18(num_classes=10), torch.randn(num_images, 3, 32, 32)
     width, depth = {"mlp": (64, 6), "tensors": (4, 500), "wide": (1536, 4)}[name]
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers), torch.randn(4, width)

@@ -30,7 +30,7 @@ from benchmarks.contenders import CONTENDERS, STANDARDS
 from benchmarks.record import RESULTS, ROOT, write_rows
 
 RANK = Path(__file__).with_name("step_rank.py")
-STEPS = {"resnet18": 2, "mlp": 40, "tensors": 4, "wide": 4}
+STEPS = {"resnet18": 2, "resnet18-16": 1, "mlp": 40, "tensors": 4, "wide": 4}
 """The steps of a turn, by model."""
 
 
@@ -43,8 +43,8 @@ class Options:
     methods: tuple[str, ...] = tuple(CONTENDERS)[:12]
     """which methods, by the names in `CONTENDERS`"""
     models: tuple[str, ...] = ("mlp", "tensors", "resnet18")
-    """which models: "mlp" has 25,000 parameters, "tensors" 1,000 small tensors, "resnet18" 11 M parameters, "wide" 9.4
-    M parameters in four layers"""
+    """which models: "mlp" has 25,000 parameters, "tensors" 1,000 small tensors, "resnet18" 11 M parameters and two
+    images, "resnet18-16" 16 images, "wide" 9.4 M parameters in four layers"""
     cycles: int = 30
     """turns of each method"""
     ranks: int = 4
