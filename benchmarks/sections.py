@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SECTIONS: Mapping[str, str] = {
+    "crossover": "stragglers",
+    "resnet": "worker_numbers",
     "consensus_codes": "compression",
     "power_iterations": "compression",
     "deltas": "compression",

@@ -108,6 +108,42 @@ def error_bits(path: Path, title: str) -> Drawing:
     return drawing
 
 
+def power_iterations(path: Path, title: str) -> Drawing:
+    """Bits until the consensus error is 1 %, by the rank and the power iterations in a round."""
+    rows = read_columns(path, ("rank", "iterations", "rounds", "megabits"), source="benchmarks.studies")
+    found = []
+    for (rank, iterations), own in rows.groupby(["rank", "iterations"]):
+        name, mbit = f"rank {rank}, {iterations} iteration{'s' if iterations > 1 else ''}", own["megabits"]
+        color = "blue" if rank == 1 else "green"
+        found.append(SeedRange(name, mbit.mean(), mbit.min(), mbit.max(), color, f"{own['rounds'].mean():.0f}"))
+    drawing = Drawing(title, 76 + 20 * len(found))
+    drawing.text((372, 20), "rounds", color="muted", size=12, anchor="start")
+    x = Scale(ticks([0.0, *rows["megabits"]], 4), "Mbit of a worker until the error is 1 %")
+    ranges(drawing, 32, 144, 224, x, found)
+    return drawing
+
+
+def crossover(path: Path, title: str) -> Drawing:
+    """The error of dpwa and of all-reduce against time, with fewer and with more workers."""
+    rows = trainings(path)
+    curves = rows.groupby(["workers", "method", "step"])[["seconds", "test"]].mean()
+    y = Scale((5, 10, 20, 50, 100), "test error, %", is_log=True)
+    numbers = sorted(rows["workers"].unique())
+    drawing = Drawing(title, 260 * len(numbers))
+    for number, workers in enumerate(numbers):
+        own = curves.loc[workers]
+        x = Scale(ticks((0, float(own.loc["dpwa"]["seconds"].max())), 4), f"seconds, {workers} workers")
+        panel = Plane(drawing, (36, 30 + 260 * number), (276, 180), x, y)
+        shown = own[(own["seconds"] <= x.ticks[-1]) & (own["test"] <= 100)]
+        panel.curves(
+            [
+                Curve(name, look, points(shown.loc[name]))
+                for name, look in (("all-reduce", LOOKS["all-reduce"]), ("dpwa", Look("blue")))
+            ]
+        )
+    return drawing
+
+
 def matcha_budgets(path: Path, title: str) -> Drawing:
     """The error on graph 0 against steps and against time, for each budget."""
     rows = trainings(path)
@@ -192,6 +228,12 @@ PICTURES: Mapping[str, Picture] = {
     ),
     "error_bits": Picture(
         "consensus_codes.csv", "Megabits until the workers agree to 1 %, for each compressor", error_bits
+    ),
+    "power_iterations": Picture(
+        "power_iterations.csv", "Megabits until the workers agree to 1 %, by power iterations", power_iterations
+    ),
+    "crossover": Picture(
+        "crossover.csv", "Test error of dpwa and all-reduce against seconds, with 8, 32 and 100 workers", crossover
     ),
     "matcha_budgets": Picture(
         "matcha_time.csv", "Test error of MATCHA against steps and against seconds, for four budgets", matcha_budgets

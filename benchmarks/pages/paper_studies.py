@@ -72,8 +72,9 @@ def crossover_said(rows: pd.DataFrame) -> str:
     times = times_to_target(rows)
     texts = [f"{row['dpwa']:.0f} and {row['all-reduce']:.0f} s with {workers}" for workers, row in times.iterrows()]
     return (
-        f"**To two points below all-reduce at the end, dpwa and all-reduce take {', '.join(texts)} workers.** nan: not "
-        "all seeds get there. All numbers of workers learn from 32,000 images."
+        f"**To two points below all-reduce at the end, dpwa and all-reduce take {', '.join(texts)} workers.** "
+        + ("nan: not all seeds get there. " if times.isna().any(axis=None) else "")
+        + "All numbers of workers learn from 32,000 images."
     )
 
 
