@@ -47,6 +47,7 @@ class WholeImages:
         num_workers: the number of workers.
         batch_size: the images of a worker in a step.
         device: the device of the models.
+        dtype: of the products of the forward.
 
     Attributes:
         data: see `StudyTask`.
@@ -59,12 +60,15 @@ class WholeImages:
         ValueError: GOSSIP_DATA names no folder with the archive.
     """
 
-    def __init__(self, num_workers: int, batch_size: int, *, device: str = "cpu") -> None:
+    def __init__(
+        self, num_workers: int, batch_size: int, *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         path = Path(os.environ.get("GOSSIP_DATA", "")) / ARCHIVE
         if not path.is_file():
             raise ValueError(f"got no {path}, expected it; set GOSSIP_DATA to the folder that has {ARCHIVE}")
         self.data = short_hash(path.read_bytes())
         self.num_workers, self.batch_size, self.device = num_workers, batch_size, torch.device(device)
+        self._dtype = dtype
         (images, labels), test = (_of(split) for split in read_cifar10(path, read_python=torchvision_cifar10))
         order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
         held, learned = order.split([NUM_VALIDATION, len(order) - NUM_VALIDATION])
@@ -84,7 +88,7 @@ class WholeImages:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """See `StudyTask`."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
             return F.cross_entropy(model(self._normalised(batch[0])), batch[1])
 
     def batch(self, worker: int, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import time
 import weakref
@@ -87,8 +86,12 @@ class FailureNotes:
         records = Records(store, skips_foreign=True)  # a note that is not known costs a fact, and no job
         notes = cls(records, rank)
         if is_of_job(group):
-            with contextlib.suppress(ConnectionError, RuntimeError):  # the store is busy, gone, or cannot count
+            try:
                 records.skip()
+            except ConnectionError:  # the store is busy or gone
+                pass
+            except RuntimeError:  # it cannot count, as under MPI
+                return None
             _of_job.add(notes)
         return notes
 
@@ -115,7 +118,7 @@ class FailureNotes:
             try:
                 for rank, seen, *rest in self._records.new():
                     self._notes[rank] = Note(rank, dict(seen), *rest)
-            except ConnectionError as error:
+            except (ConnectionError, RuntimeError) as error:  # the store does not answer, or cannot count
                 return Cause(frozenset(), f"the rank that failed first is not known ({error})")
             if blamed:  # the ranks that the notes blame in turn as well
                 expected |= {other for note in self._notes.values() for other in note.blamed}

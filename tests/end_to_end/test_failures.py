@@ -178,7 +178,7 @@ def test_a_peer_killed_in_construction_is_named() -> None:
         error = outcomes[rank].error
         assert error.startswith(f"ConnectionError: rank {rank}: "), error
         assert "comparing model and options among ranks" in error
-        assert f"rank {VICTIM} is gone" in error  # at first, where others had seen it before
+        assert re.search(rf"rank {VICTIM} (is gone|did not take part in comparing)", error), error
         assert outcomes[rank].seconds < SECONDS[signal.SIGSTOP] + 3
 
 

@@ -60,7 +60,7 @@ def test_torchrun_starts_a_job_again_when_a_worker_was_killed(tmp_path: Path, re
         ),
         (
             ["--recipe", "dpsgd", "--graph", "hypercube", "--nprocs-per-node", "3"],
-            r"got nprocs_per_node=3 for 2 pro",
+            r"got nprocs_per_node=3 in a world of 2",
         ),
     ],
 )
