@@ -126,7 +126,7 @@ def test_the_command_writes_the_short_trainings_first(tmp_path: Path, monkeypatc
     assert rows["step"].tolist() == [1, 2, 2, 4]
     assert set(rows["by"]) == {"loop"}
     assert rows["test"].between(0, 100).all()
-    assert [steps for _, steps, _ in own.cells] == [351, 10_530, 10_530]
+    assert [steps for _, steps, _ in own.cells] == [3510, 10_530, 10_530]
 
 
 def test_a_study_for_the_cpu_refuses_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,12 +152,12 @@ def rows_of(errors: dict[tuple[str, int, int], float]) -> pd.DataFrame:
 
 
 def test_the_page_has_the_longest_trainings_and_what_is_missing() -> None:
-    short = {("all-reduce", 1, 1): 50.0, ("SGP", 1, 1): 52.5, ("Overlap SGP", 1, 1): 53.0}
+    short = {("all-reduce", 10, 1): 50.0, ("SGP", 10, 1): 52.5, ("Overlap SGP", 10, 1): 53.0}
     rows = rows_of(short)
-    assert resnet_study.after_epochs(rows_of({("all-reduce", 1, 1): 50.0})) == {}
+    assert resnet_study.after_epochs(rows_of({("all-reduce", 10, 1): 50.0})) == {}
     assert resnet_study.said(rows) == (
-        "**After 1 epoch, SGP ends 2.5 points below all-reduce, which reaches 50.0 % (1 seed).** Not measured yet: "
-        "SGP (2 peers), MATCHA (budget 0.5), PowerGossip (rank 1) and AD-PSGD after 1 epoch; "
+        "**After 10 epochs, SGP ends 2.5 points below all-reduce, which reaches 50.0 % (1 seed).** Not measured yet: "
+        "SGP (2 peers), MATCHA (budget 0.5), PowerGossip (rank 1) and AD-PSGD after 10 epochs; "
         "all methods after 30 epochs."
     )
     assert resnet_study.summary(rows).splitlines()[-1] == "| Overlap SGP | 47.0 | +3.0 | 1 |"
@@ -167,7 +167,7 @@ def test_the_page_has_the_longest_trainings_and_what_is_missing() -> None:
     assert text.startswith(
         "**After 30 epochs, SGP ends 0.2 points above all-reduce, which reaches 89.5 % (2 seeds).** Not measured yet: "
     )
-    assert text.endswith("AD-PSGD after 1 epoch.")
+    assert text.endswith("AD-PSGD after 10 epochs.")
     assert "| SGP | 47.5 | +2.5 | 1 | 89.8 | -0.2 (-0.5 to +0.0) | 2 |" in resnet_study.summary(rows)
     assert sum(len(resnet.RESNET["resnet"].methods(n)) for n, *_ in resnet.RESNET["resnet"].cells) == 21
     assert resnet_study.PLANNED == 21
