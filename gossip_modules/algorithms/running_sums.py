@@ -219,6 +219,7 @@ class RunningSums(Mixer):
 
     keeps_models = True  # sums of shares, from round to round
     is_skippable = False
+    never_waits = True
     _datagrams: Datagrams | None = transient(None)
     _inbox: Inbox | None = transient(None)
     _chunks: Chunks | None = transient(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -121,6 +122,11 @@ class EqualSteps(StepListener):
             if step >= self.start + _NUM_STEPS or self._store is None:
                 self.close()
                 self.start *= _FACTOR
+
+    def end(self) -> None:
+        """Compare no more: rounds wait for no rank, and a comparison waits for the store."""
+        self.close()
+        self.start = sys.maxsize
 
     def _begin(self, transport: ProcessGroupTransport) -> None:
         large = [k for k, x in enumerate(self.buffer.parameters) if local_of(x).numel() >= _MIN_ELEMENTS]

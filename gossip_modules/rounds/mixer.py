@@ -99,6 +99,9 @@ class Mixer(State, ABC):
     """Whether the mixer keeps models of peers from round to round. It excludes overlap and exact averages in between.
     """
 
+    never_waits: bool = False
+    """Whether no round waits for a message. Then training asks no store either, and does not compare ranks by it."""
+
     is_skippable: bool = True
     """Whether a rank may leave a round out after it has received the messages. False if messages change the state."""
 

@@ -155,10 +155,12 @@ class Condition:
     Args:
         delay: the added seconds of each packet.
         loss: the lost fraction.
+        jitter: further seconds of each packet, drawn from 0 to this number; packets may overtake each other.
     """
 
     delay: float = 0.0
     loss: float = 0.0
+    jitter: float = 0.0
 
 
 _GOOD = Condition()
@@ -254,7 +256,7 @@ class Router:
             ends = [self._conditions.get(end, _GOOD) for end in (source, target)]
             if any(end.loss and self._random.random() < end.loss for end in ends):
                 continue
-            delay = sum(end.delay for end in ends)
+            delay = sum(end.delay + (self._random.random() * end.jitter if end.jitter else 0.0) for end in ends)
             if delay:
                 heapq.heappush(self._waiting, (time.monotonic() + delay, next(self._order), target, packet))
             else:

@@ -332,6 +332,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
         mixer.bind(mixing, local.transport, local.world)
         if isinstance(mixer, Rounds):
             mixer.bind_to_training(local.loop, is_whole=node is None or node.is_whole)
+        if mixer.never_waits:
+            local.loop.equal_steps.end()
         if mixer.is_weighted:
             local.loop.move_weights()
         engine = self._make_engine(mixer, schedule)
