@@ -117,7 +117,7 @@ def _all(model: nn.Module, **options: Any) -> PlainLoop:
     return _gossip(model, graph=CompleteGraph(n, peers_per_itr=n - 1), push_sum=False, **options)
 
 
-class Member(Wrapped):
+class InMembership(Wrapped):
     """SGP with a membership, whose store rank 0 serves.
 
     Args:
@@ -174,8 +174,8 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
     "clipped-all": partial(_all, algorithm=gm.ClippedGossip(1.0)),
     "trimmed-all": partial(_all, algorithm=gm.TrimmedMean(0.4)),
     "bounded-all": partial(_all, max_relative_distance=0.5),
-    "member": Member,
-    "member-key": partial(Member, key="the key of a benchmark"),
+    "member": InMembership,
+    "member-key": partial(InMembership, key="the key of a benchmark"),
 }
 STANDARDS: Mapping[str, str] = {
     "sgp": "hand-sgp",
