@@ -21,6 +21,7 @@ SECTIONS: Mapping[str, str] = {
     "outer_long": "outer_language",
     "two_regions": "regions",
     "wire": "step_time",
+    "lossy_links": "step_time",
     "hosts": "step_time",
     "attacks": "faults",
 }

@@ -27,6 +27,7 @@ from benchmarks.pages.default import DEFAULT, picture
 from benchmarks.pages.graph_studies import GRAPH_STUDIES
 from benchmarks.pages.hosts import HOSTS
 from benchmarks.pages.lab_studies import lab_page
+from benchmarks.pages.lossy_links import LOSSY_LINKS
 from benchmarks.pages.mailbox import MAILBOX
 from benchmarks.pages.markdown import fold, names_data, sources, table
 from benchmarks.pages.membership import MEMBERSHIP
@@ -49,6 +50,7 @@ EVERY: Mapping[str, Page] = {
     **DEFAULT,
     **TRAINING,
     **WIRE,
+    **LOSSY_LINKS,
     **RECORDS,
     **HOSTS,
     **MEMBERSHIP,

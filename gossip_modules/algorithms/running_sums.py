@@ -331,6 +331,8 @@ class RunningSums(Mixer):
         z = self._on_host(s).segments
         self._check_range(z)
         chunks = self._begin_epoch([len(segment) for segment in z], inbox)
+        if not len(chunks):
+            return
         own, self._in_peers = mixing.weights(rank, t).own, tuple(mixing.graph.in_peers(rank, t))
         if own <= 0:
             raise ValueError(

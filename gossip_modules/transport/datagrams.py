@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import os
@@ -9,6 +10,8 @@ import secrets
 import socket
 import struct
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +21,7 @@ import torch
 from . import threads
 from .agreement import rows_of_all
 from .base import Transport
-from .forks import close_in_children
+from .forks import close_in_children, forget_in_children
 from .job_key import CODE_BYTES, NONCE_BYTES, code_of, is_code
 
 _HEADER = struct.Struct("<2sBx16sQIq")  # magic, kind, link, number, chunk, weight
@@ -100,7 +103,9 @@ class Datagrams:
     """
 
     def __init__(self, transport: Transport, *, key: bytes | None, host: str | None = None) -> None:
-        self._key, self._is_closed, self.error = key, False, None
+        self._key, self._is_closed = key, False
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None
         self.counts = DatagramCounts()
         self._socket = close_in_children(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         try:
@@ -125,8 +130,6 @@ class Datagrams:
         except BaseException:
             self._socket.close()
             raise
-
-    error: BaseException | None
 
     def _meet(self, transport: Transport) -> None:
         """Exchange addresses and random numbers."""
@@ -187,6 +190,7 @@ class Datagrams:
         Args:
             handle: called with (sender, message) in the thread. An exception ends the thread, see `error`.
         """
+        _listening.add(self)
         self._thread = threads.start(self._listen, handle, name=f"gossip-datagrams-{self.address[1]}")
 
     def _listen(self, handle: Handler) -> None:
@@ -236,8 +240,8 @@ class Datagrams:
         self._is_closed = True
         with contextlib.suppress(OSError):  # wakes the thread
             self._socket.sendto(b"", self.address)
-        if (thread := getattr(self, "_thread", None)) is not None:
-            thread.join(1.0)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
         self._socket.close()
 
 
@@ -265,3 +269,13 @@ def own_host() -> str:
             probe.connect((master, 9))  # sends nothing
             return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+_listening: weakref.WeakSet[Datagrams] = weakref.WeakSet()
+forget_in_children(_listening)
+
+
+@atexit.register
+def _close_all() -> None:
+    for datagrams in list(_listening):
+        datagrams.close()

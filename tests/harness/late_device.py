@@ -31,6 +31,7 @@ from gossip_modules import (
     GroupAverageDataParallel,
     PairwiseDataParallel,
     PowerGossip,
+    RunningSums,
     SignNorm,
 )
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
@@ -276,6 +277,7 @@ WRAPPERS: dict[str, Callable[[nn.Module, dist.ProcessGroup], Any]] = {
     "deltas": lockstep(wire_dtype=torch.bfloat16, deltas=True),
     "CHOCO": lockstep(algorithm=Choco(SignNorm(), step_size=0.4)),
     "DiLoCo with a delay": lockstep(algorithm=DiLoCo(sync_every=3, delay=1)),
+    "running sums": lockstep(algorithm=RunningSums),
     "AD-PSGD": lambda module, group: BilatGossipDataParallel(module, process_group=group),
     "WAGMA": lambda module, group: GroupAverageDataParallel(module, group_size=2, process_group=group),
 }

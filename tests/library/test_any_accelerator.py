@@ -41,6 +41,7 @@ def test_all_wrappers_train_on_a_registered_device_as_on_the_cpu() -> None:
         "overlap": 0.0,
         "deltas": 0.0,
         "DiLoCo with a delay": 0.0,
+        "running sums": None,
         "AD-PSGD": None,
         "WAGMA": None,
         "Lab, sgp": 0.0,

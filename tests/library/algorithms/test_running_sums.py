@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from gossip_modules.transport.datagrams import Datagram, Datagrams
 from gossip_modules.transport.job_key import VARIABLE
 from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import mlp
+from tests.harness.progress import local_of
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 
 RING = UniformMixing(RingGraph(4))
@@ -444,6 +446,7 @@ def test_training_with_losses_and_batch_normalisation(monkeypatch: pytest.Monkey
             optimizer.step()
             losses.append(loss.item())
             time.sleep(0.001)
+        assert local_of(model).loop.equal_steps.start == sys.maxsize  # no step asks the store
         stats, distance = model.comm_stats(), model.consensus_distance()
         with model.averaged():
             pass

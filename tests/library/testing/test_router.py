@@ -105,3 +105,14 @@ def test_a_second_device_takes_the_address(router: Router) -> None:
         assert old.recv(100) == b"", "its other end is closed"
     router.close()
     router.close()
+
+
+def test_packets_with_jitter_overtake_each_other(router: Router) -> None:
+    router.set_condition(A, Condition(jitter=0.1))
+    with host(router, A) as a, host(router, B) as b:
+        sent = [str(k) for k in range(20)]
+        for text in sent:
+            a.send(packet(A, B, text))
+        came = [b.recv(100) for _ in sent]
+    assert came != sorted(came, key=[packet(A, B, text) for text in sent].index)
+    assert set(came) == {packet(A, B, text) for text in sent}
