@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -25,13 +27,15 @@ from gossip_modules.engine.overlap import Filling, LateRound, Overlap
 from gossip_modules.engine.snapshots import Snapshot, SnapshotPool
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.transport.deadline import Deadline
+from gossip_modules.wagma.engine import WaitAvoidingEngine
 from gossip_modules.wagma.group_average import GroupAverage
-from gossip_modules.wagma.group_result import GroupResult
+from gossip_modules.wagma.group_result import GroupResult, LentModel
 from gossip_modules.wagma.worker import WaitAvoidingWorker
 from tests.harness.ranks_at_work import LENGTH, LONG
 
 Inject = Callable[[pytest.MonkeyPatch], None]
 SUM, TORN, HULL, IN_FLIGHT = "got a sum of", "a torn model: entries from", "got a model of", "in flight after settle"
+IN_EVAL = "the model has changed in eval mode"
 DEADLOCK = "no progress of rank 0(?=.*--- gossip-0)(?=.*wait_with_the_lock)"  # with the stacks of all threads
 
 
@@ -64,11 +68,11 @@ def let_go_of(lock: Any) -> Iterator[None]:
         lock._acquire_restore(state)
 
 
-def copy_in_halves(out: FlatVector, x: FlatVector) -> None:
+def copy_in_halves(out: FlatVector, x: FlatVector, *, slowness: int = 1) -> None:
     """As slow as that of a large model is."""
     for to, part in zip(halves(out), halves(x), strict=True):
         to.copy_(part)
-        linger(1)
+        linger(slowness)
 
 
 def halves(x: FlatVector) -> tuple[Tensor, Tensor]:
@@ -97,14 +101,14 @@ def lose_updates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedModel, "collect", overwrite)
 
 
-def publish_over_what_is_read(patch: pytest.MonkeyPatch) -> None:
+def publish_over_what_is_read(patch: pytest.MonkeyPatch, *, slowness: int = 1) -> None:
     """A snapshot is written over while it is on its way to a peer."""
 
     def publish(pool: SnapshotPool, x: FlatVector, standing: Any = None) -> bool:
         if not pool.snapshots:
             pool.snapshots.append(Snapshot(pool.vector()))
         with pool.lock, let_go_of(pool.lock):
-            copy_in_halves(pool.latest.vector, x)
+            copy_in_halves(pool.latest.vector, x, slowness=slowness)
         pool.latest.standing, pool.is_open = standing, True
         return True
 
@@ -237,10 +241,8 @@ def snapshot_of(engine: LockstepEngine) -> FlatVector:
 
 def merge_without_the_lock(patch: pytest.MonkeyPatch) -> None:
     """The worker puts the next result in the place of the one that is merged."""
-    seen: dict[GroupResult, int] = {}
 
     def merge_to(result: GroupResult, x: FlatVector, *, weight: float) -> None:
-        slowness = seen.setdefault(result, len(seen))  # some ranks are slower than others
         newest = result._newest
         assert newest is not None
         result._end()
@@ -248,10 +250,35 @@ def merge_without_the_lock(patch: pytest.MonkeyPatch) -> None:
             part, average = halves(x)[half], halves(newest)[half]
             part.mul_(1 - weight).add_(average, alpha=weight)
             with let_go_of(result._published.lock):
-                linger(10 * slowness)
+                until = time.monotonic() + 0.2  # the next round may begin late
+                while time.monotonic() < until and any(spare is newest for spare in result._published.spare):
+                    linger(1)
+                linger(1)
 
+    lend_nothing(patch)
     patch.setattr(GroupResult, "merge_to", merge_to)
     patch.setattr(WaitAvoidingWorker, "holding_back", lambda worker, t: contextlib.nullcontext())
+
+
+def publish_over_the_contribution(patch: pytest.MonkeyPatch) -> None:
+    """`publish_over_what_is_read`, in rounds that read a snapshot."""
+    lend_nothing(patch)
+    publish_over_what_is_read(patch, slowness=10)
+
+
+def train_on_a_lent_model(patch: pytest.MonkeyPatch) -> None:
+    """Training waits for the begin of a round in place, and not for its end."""
+
+    def wait(engine: WaitAvoidingEngine, lent: LentModel, t: int) -> None:
+        engine.worker.wait_for(lambda: engine.worker.num_started > t, f"the begin of round {t}")
+        engine._merged = t - 2  # so that the average of the round before is no error
+
+    patch.setattr(WaitAvoidingEngine, "_wait_for_average_in_place", wait)
+
+
+def lend_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Let all rounds read a snapshot and write a vector of their own, as those of late ranks do."""
+    patch.setattr(WaitAvoidingWorker, "lend", lambda worker, x, *, t: worker.publish(x, t=t))
 
 
 def reuse_the_inbox(patch: pytest.MonkeyPatch) -> None:
@@ -291,7 +318,8 @@ def merge_while_the_next_arrives(patch: pytest.MonkeyPatch) -> None:
     def wait_and_start(fetcher: ModelFetcher) -> Any:
         fetched = wait(fetcher)
         if fetched is not None:
-            fetcher.start()
+            with contextlib.suppress(RuntimeError):  # at the end of a wrapper its thread takes no jobs any more
+                fetcher.start()
         return fetched
 
     def flush(engine: PairwiseEngine, x: FlatVector) -> bool:
@@ -299,7 +327,7 @@ def merge_while_the_next_arrives(patch: pytest.MonkeyPatch) -> None:
             return False
         for to, part in zip(halves(x), halves(engine.fetcher.arrived), strict=True):
             to.copy_(part)
-            linger(10)
+            futures.wait([] if engine.fetcher._future is None else [engine.fetcher._future], 0.2)
         engine.stats.record(0)
         return True
 
@@ -320,7 +348,8 @@ RACES = (
     Race("correction applied twice", "osgp", correct_twice, f"{SUM}|{TORN}|{IN_FLIGHT}", 9),
     Race("flush that does not wait", "osgp", flush_without_waiting, f"{SUM}|{TORN}|{IN_FLIGHT}", 9),
     Race("result replaced while merged", "wagma", merge_without_the_lock, f"{HULL}|{TORN}", 10),
-    Race("y overwritten while sent", "wagma", publish_over_what_is_read, f"{HULL}|{TORN}", 9),
+    Race("y overwritten while sent", "wagma", publish_over_the_contribution, f"{HULL}|{TORN}", 9),
+    Race("x trained while it is lent", "wagma", train_on_a_lent_model, f"{HULL}|{TORN}|{IN_EVAL}", 9),
     Race("inbox used again before it is added", "wagma", reuse_the_inbox, f"{HULL}|{TORN}", 10),
     Race("snapshot reused while served", "dpwa", publish_over_what_is_read, f"{HULL}|{TORN}", 5),
     Race("fetch into what is merged", "dpwa", merge_while_the_next_arrives, f"{HULL}|{TORN}", 5),
