@@ -11,6 +11,7 @@ VARIABLE = "GOSSIP_JOB_KEY"
 MIN_BYTES = 16
 CODE_BYTES = hashlib.sha256().digest_size
 NONCE_BYTES = 16
+_SHORT_BYTES = 1 << 16
 WITHOUT_KEY = (
     f"a program that reaches their ports can change the model; set {VARIABLE} to the same secret on all of them, as by "
     f"`export {VARIABLE}=$(openssl rand -hex 16)`, and let a firewall admit only the machines of the job"
@@ -49,8 +50,11 @@ def code_of(key: bytes | None, *names: object, content: bytes | memoryview = b""
         names: texts and numbers without a zero byte: the kind of the message, its place, its sender.
         content: any bytes.
     """
+    place = "".join(f"{name}\0" for name in names).encode()
+    if key is not None and len(content) <= _SHORT_BYTES:  # one call for a datagram; a copy of its content
+        return hmac.digest(key, place + content, "sha256")
     code = hashlib.sha256() if key is None else hmac.new(key, digestmod=hashlib.sha256)
-    code.update("".join(f"{name}\0" for name in names).encode())
+    code.update(place)
     code.update(content)
     return code.digest()
 
