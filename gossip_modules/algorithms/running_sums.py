@@ -394,6 +394,8 @@ class RunningSums(Mixer):
         if chunks is None or is_new or self._begins or inbox.newest > inbox.epoch:
             chunks = self._chunks = Chunks(numels, self._size, self.quantum)
             epoch = max(inbox.newest, inbox.epoch + (self._begins or is_new) * (not is_first))
+            # A peer that is late now gets shares when it answers in the new epoch, so a dead one ends one epoch only.
+            self._given_up |= {peer for peer, sums in self._sent.items() if self._is_late(peer, sums, inbox)}
             self._sent, self._begins = {}, False
             inbox.begin(epoch, chunks.widths, self._size)
             if is_first and datagrams is not None:
@@ -407,11 +409,14 @@ class RunningSums(Mixer):
             self._given_up.discard(peer)
         if peer in self._given_up:
             return False
-        is_late = sums.number - sums.answered >= self.max_unanswered
+        is_late = self._is_late(peer, sums, inbox)
         if is_late and time.monotonic() - sums.answered_at > self.transport.timeout.total_seconds():
             self._given_up.add(peer)
             self._begins = True
         return not is_late
+
+    def _is_late(self, peer: int, sums: SentSums, inbox: Inbox) -> bool:
+        return sums.number - inbox.answered(peer) >= self.max_unanswered
 
     def _send(self, datagrams: Datagrams, peer: int, sums: SentSums, chunks: Chunks) -> int:
         """Send all sums, and return the bytes. A full queue drops the last ones, so each round begins elsewhere."""
