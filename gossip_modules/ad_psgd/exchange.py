@@ -17,7 +17,7 @@ from ..engine.engine import EngineStats
 from ..engine.liveness import ControlMessage, Liveness
 from ..engine.snapshots import Snapshot
 from ..flat.distance import DistanceBound, norm
-from ..flat.nonfinite import are_finite, check_policy, is_finite, log_left_out, refuse
+from ..flat.nonfinite import check_policy, is_finite, log_left_out, refuse
 from ..flat.vector import FlatVector, add_
 from ..profiling import span
 from ..transport.base import Pending
@@ -252,8 +252,10 @@ class BilateralAverage:
         names, own = self.transport.names, norm(sent.parameters)
         if not math.isfinite(own):
             return True
-        far = norm(received.parameters) if are_finite(received.buffers) else math.nan
-        return bound.accepts(far, own, rank=names[self.transport.rank], sender=names[peer], what=what)
+        is_near = norm(received.parameters) <= bound.limit * own
+        is_near = is_near and bound.accepts_buffers(received.buffers, sent.buffers)
+        bound.note(rank=names[self.transport.rank], sender=names[peer], what=what, is_accepted=is_near)
+        return is_near
 
 
 def _bits(weight: float) -> int:

@@ -87,8 +87,8 @@ class BilatGossipDataParallel(GossipWrapper):
             model, changed since its last exchange.
         max_relative_distance: the largest distance of a peer's model from the own one, in units of the norm of the own
             one. From a model further away, or with infinities or NaN, the rank takes nothing, with a warning, while the
-            peer may take its half; `comm_stats()` counts it as `num_refused/<peer>`. The norms are over the
-            parameters. None: all models are averaged. Not over a mailbox.
+            peer may take its half; `comm_stats()` counts it as `num_refused/<peer>`. Averaged buffers have the same
+            bound. None: all models are averaged. Not over a mailbox.
         init_sync: whether training starts from the parameters and buffers of rank 0; with a membership it always does.
         gossip_buffers: whether pairs average running statistics (BatchNorm) too, or each keeps its own; a sequence of
             names or patterns = those floating-point buffers in their place; see `Selection`.

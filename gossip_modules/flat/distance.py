@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import is_number
-from .vector import in_chunks
+from .vector import FlatVector, in_chunks
 
 _log = logging.getLogger("gossip_modules.robust")
 _ROW = 4096  # elements whose squares are summed in float32
@@ -51,9 +51,10 @@ def check_bound(max_relative_distance: float | None) -> float | None:
 
 @dataclass
 class DistanceBound:
-    """The bound |y - x| <= limit |x| on the model y of a peer, with the Euclidean norm over all parameters.
+    """The bound |y - x| <= limit |x| on the model y of a peer, with Euclidean norms.
 
-    A model with infinities or NaN is never within it. The logger `gossip_modules.robust` gets a warning for the first
+    It holds for all parameters together, and for all averaged buffers together unless the own ones are all zero. A
+    model with infinities or NaN is never within it. The logger `gossip_modules.robust` gets a warning for the first
     message of a peer that is refused, and again after one that was accepted.
 
     Args:
@@ -63,26 +64,39 @@ class DistanceBound:
     limit: float
     _refused: set[int] = field(default_factory=set)
 
-    def accepts(self, distance: float, norm: float, *, rank: int, sender: int, what: str) -> bool:
-        """Whether a model is within the bound; logs a refusal.
+    def accepts(self, y: FlatVector, x: FlatVector, *, own: float, scale: float = 1.0) -> bool:
+        """Whether y is within the bound around x; waits for the device.
 
         Args:
-            distance: |y - x|.
-            norm: |x|.
+            y, x: the model of a peer and the own one; not changed.
+            own: the norm of the parameters of x.
+            scale: the factor of the parameters of y.
+        """
+        is_near = distance(y.parameters, x.parameters, scale=scale) <= self.limit * own  # not if it is NaN
+        return is_near and self.accepts_buffers(y.buffers, x.buffers)
+
+    def accepts_buffers(self, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> bool:
+        """Whether the buffers of a peer are within the bound around the own ones."""
+        far, own = distance(ys, xs), norm(xs)
+        return far <= self.limit * own if own else math.isfinite(far)
+
+    def note(self, *, rank: int, sender: int, what: str, is_accepted: bool) -> None:
+        """Log the first refusal of a peer after its last accepted message.
+
+        Args:
             rank, sender: the names of this rank and of the peer.
             what: "round 3" or the like.
+            is_accepted: whether its message is accepted.
         """
-        if distance <= self.limit * norm:  # not if either is NaN
+        if is_accepted:
             self._refused.discard(sender)
-            return True
-        if sender not in self._refused:
+        elif sender not in self._refused:
             self._refused.add(sender)
             _log.warning(
                 "rank %s: the model of rank %s is left out here in %s, and then until it is near: its distance from "
-                "the own one is %.3g, expected at most max_relative_distance=%g times %.3g, the norm of the own one",
-                *(rank, sender, what, distance, self.limit, norm),
+                "the own one is above max_relative_distance=%g times the norm of the own one, or it is not finite",
+                *(rank, sender, what, self.limit),
             )
-        return False
 
 
 def _wide(x: Tensor) -> Tensor:

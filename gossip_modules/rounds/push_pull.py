@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Cast
-from ..flat.distance import DistanceBound, check_bound, distance, norm
+from ..flat.distance import DistanceBound, check_bound, norm
 from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
-from ..flat.nonfinite import are_finite
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_names import takes_old_arguments
@@ -48,10 +47,9 @@ class PushPull(Mixer):
 
     [Note: refused messages] With `max_relative_distance` a rank takes its own model in place of the model y of a peer
     with |y - x| > max_relative_distance |x|: it adds the weight of the message to its own weight, W_ii += W_ij. In
-    push-sum x and y are the estimates, and a weight of the message that is not in (0, n] refuses it too. Rows of W
-    still sum to one, so the models of honest ranks stay a weighted mean of the models that they accept; columns do not,
-    so the mean over all ranks moves. The norms are over the parameters; buffers must be finite. Messages are
-    sent whole.
+    push-sum x and y are the estimates, and a weight outside of [1 / 4n, n] refuses the message too. Rows of W still sum
+    to one, so the models of honest ranks stay a weighted mean of the models that they accept; columns do not, so the
+    mean over all ranks moves. Averaged buffers have the same bound, by their own norm. Messages are sent whole.
 
     Args:
         wire_dtype: torch.bfloat16 or torch.float16, for wider segments; None: models are sent unrounded. Takes one
@@ -337,18 +335,24 @@ class PushPull(Mixer):
         if not math.isfinite(own):  # no message is near it, and all would be blamed
             return
         for peer, y in zip(row.in_peers, self.received, strict=True):
-            weight, scale = y.push_sum_weight.item() if self._sends_weight else 1.0, 1.0
-            is_sound = 0 < weight <= transport.world_size and are_finite(y.buffers)
-            if self._sends_weight and is_sound:
-                scale = s.push_sum_weight.item() / weight
-            far = distance(y.parameters, s.parameters, scale=scale) if is_sound else math.nan
+            is_accepted = self._accepts(bound, y, s, own)
             rank, sender = transport.names[transport.rank], transport.names[peer]
-            if not bound.accepts(far, own, rank=rank, sender=sender, what=f"round {row.t}"):
+            bound.note(rank=rank, sender=sender, what=f"round {row.t}", is_accepted=is_accepted)
+            if not is_accepted:
                 refused.add(peer)
         if refused:
             transport.traffic.refused(refused)
             kept = row.refuse(refused)
             self.received = [self.received[k] for k in kept]
+
+    def _accepts(self, bound: DistanceBound, y: FlatVector, s: FlatVector, own: float) -> bool:
+        if not self._sends_weight:
+            return bound.accepts(y, s, own=own)
+        weight, num_ranks = y.push_sum_weight.item(), self.transport.world_size
+        if weight == 0 and not norm(y.segments):  # [Note: weights that run dry]
+            return True
+        is_weight = LEAST_WEIGHT / num_ranks <= weight <= num_ranks
+        return is_weight and bound.accepts(y, s, own=own, scale=s.push_sum_weight.item() / weight)
 
     # In chunks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import time
 import weakref
@@ -86,12 +87,8 @@ class FailureNotes:
         records = Records(store, skips_foreign=True)  # a note that is not known costs a fact, and no job
         notes = cls(records, rank)
         if is_of_job(group):
-            try:
+            with contextlib.suppress(ConnectionError, RuntimeError):  # the store is busy, gone, or cannot count
                 records.skip()
-            except ConnectionError:  # the store is busy or gone
-                pass
-            except RuntimeError:  # it cannot count, as under MPI
-                return None
             _of_job.add(notes)
         return notes
 

@@ -427,6 +427,8 @@ def is_of_job(group: dist.ProcessGroup) -> bool:
 def store_of(group: dist.ProcessGroup, prefix: str, *, key: bytes | None = None) -> BoundedStore | None:
     """The keys under a prefix in the store of a process group, with short requests; None: it has no store.
 
+    Under MPI torch puts a `Store` without operations in its place.
+
     Args:
         group: of any kind.
         prefix: the begin of all keys.
@@ -436,7 +438,10 @@ def store_of(group: dist.ProcessGroup, prefix: str, *, key: bytes | None = None)
         store = dist.distributed_c10d._world.pg_map[group][1] if is_of_job(group) else group.get_group_store()
     except (AttributeError, RuntimeError):  # an older torch, or a group without
         return None
-    if store is None:
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if base is None or type(base) is dist.Store:
         return None
     name = dist.distributed_c10d._world.pg_names[group] if is_of_job(group) else ""
     prefixed = dist.PrefixStore(prefix, store)

@@ -216,13 +216,17 @@ class Choices:
                 f"got wire_dtype={self.wire_dtype!r}, expected a torch.dtype; pass torch.bfloat16, torch.float16 or "
                 "None"
             )
-        given = [
-            name for name in ("algorithm", "wire_dtype", "max_relative_distance") if getattr(self, name) is not None
-        ]
+        given = [name for name in ("algorithm", "wire_dtype") if getattr(self, name) is not None]
         if given and self.schedule.average_every == 1:
             raise ValueError(
                 f"got {', '.join(given)} with {self.schedule}, expected none: each round of this schedule is an exact "
                 "average, so that ranks never gossip; leave them out"
+            )
+        if self.max_relative_distance is not None and (self.schedule.average_every or self.schedule.average_until):
+            raise ValueError(
+                f"got max_relative_distance={self.max_relative_distance} with {self.schedule}, expected a schedule "
+                "without exact averages: a sum over all ranks has no sender, so no rank can refuse a model in it; "
+                "leave one of them out"
             )
         if self.max_relative_distance is not None and (nprocs_per_node != 1 or is_sharded):
             raise ValueError(

@@ -104,8 +104,8 @@ class GossipDataParallel(GossipWrapper, Joinable):
             equal, bit by bit. For plain gossip with `wire_dtype`; each link keeps its last message, see `Deltas`.
         max_relative_distance: the largest distance of a peer's model from the own one, in units of the norm of the own
             one. A model further away, or with infinities or NaN, is left out, with a warning; `comm_stats()` counts
-            it as `num_refused/<peer>`. For plain gossip; None: all are mixed. See [Note: refused messages] of
-            `PushPull`.
+            it as `num_refused/<peer>`. For plain gossip without exact averages; None: all are mixed. See [Note: refused
+            messages] of `PushPull`.
         schedule: the steps with gossip and with global averages; a number k = gossip at every k-th step.
         process_group: a group without other traffic; None = a new one over all ranks.
         device_mesh: in place of `process_group`, the dimension of a mesh for gossip between replicas, such as

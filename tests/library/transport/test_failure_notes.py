@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gossip_modules.transport import failure_notes
 from gossip_modules.transport.failure_notes import GONE, SILENT, Cause, FailureNotes, describe
 from gossip_modules.transport.stores import BoundedStore, Records
+from tests.harness.ranks import solo_group
 
 MEMBERS = range(5)
 
@@ -183,3 +184,12 @@ def test_a_rank_that_only_others_blame_is_told_the_reason() -> None:
     notes_of(store, 1).leave({0: "did not call averaged()", 2: "did not call averaged()"}, "averaged()")
     cause = notes_of(store, 0).explain({}, members=range(3))
     assert cause == Cause(frozenset(), "rank 1 gave up averaged() (ranks 0, 2 did not call averaged())")
+
+
+@pytest.mark.parametrize("is_prefixed", [False, True])
+def test_a_store_without_operations_has_no_notes(is_prefixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's under MPI: its error would take the place of the error of a failed wait."""
+    store = dist.PrefixStore("default", dist.Store()) if is_prefixed else dist.Store()
+    group = solo_group()
+    monkeypatch.setattr(type(group), "get_group_store", lambda _: store, raising=False)
+    assert FailureNotes.of(group, 0) is None

@@ -128,7 +128,8 @@ def test_the_messages_of_a_rank_that_comes_back_are_mixed_again(caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    ("weight", "is_mixed"), [(1.0, True), (4.0, True), (4.1, False), (0.0, False), (-1.0, False), (math.nan, False)]
+    ("weight", "is_mixed"),
+    [(1.0, True), (4.0, True), (4.1, False), (0.06, False), (-1.0, False), (math.nan, False)],
 )
 def test_estimates_are_compared_and_weights_are_bounded(weight: float, is_mixed: bool) -> None:
     """The estimate of a message is its vector over its weight; a weight above the number of ranks is a lie."""
@@ -149,20 +150,43 @@ def test_estimates_are_compared_and_weights_are_bounded(weight: float, is_mixed:
     assert x / w == pytest.approx(8.0)
 
 
-def test_buffers_that_are_not_finite_are_left_out() -> None:
+def test_zeros_of_a_rank_that_keeps_its_weight_are_no_refusal() -> None:
+    """See [Note: weights that run dry] of `Neighbours`: the sums of x and of w are kept."""
+    graph = NPeerDynamicDirectedExponentialGraph(4)
+
+    def body(group: dist.ProcessGroup) -> tuple[float, float, dict[str, float]]:
+        gossiper = PushSum(max_relative_distance=0.5)
+        gossiper.bind(UniformMixing(graph), connect(group, module_device=CPU, timeout=TIMEOUT))
+        gossiper._sends_weight = True  # as with a membership
+        own = 0.0 if group.rank() == LIAR else 1.0
+        s = FlatVector.over(torch.full((5,), 8.0 * own))
+        s.push_sum_weight.fill_(own)
+        gossiper.mix(s, 0)
+        return float(s.segments[0][0]), s.push_sum_weight.item(), gossiper.transport.traffic.summary()
+
+    x, w, counts = run_ranks(4, body)[0]  # which hears rank 3
+    assert (x, w) == (4.0, 0.5)
+    assert not any(name.startswith("num_refused") for name in counts)
+
+
+@pytest.mark.parametrize("lie", [math.nan, 1e30])
+@pytest.mark.parametrize("make", [GossipDataParallel, BilatGossipDataParallel])
+def test_far_buffers_are_left_out(make: Any, lie: float) -> None:
     def body(group: dist.ProcessGroup) -> Tensor:
         module = nn.BatchNorm1d(3)
-        model = GossipDataParallel(
-            module, process_group=group, init_sync=False, on_nonfinite="spread", max_relative_distance=0.5
-        )
-        assert module.running_mean is not None
+        model = make(module, process_group=group, init_sync=False, on_nonfinite="spread", max_relative_distance=0.5)
+        assert module.running_var is not None
+        model.eval()  # so that the buffers stay
         if group.rank():
-            module.running_mean[1] = math.nan
-        model(torch.randn(4, 3))
+            module.running_var[1] = lie
+        model.train()
+        for _ in range(3):
+            model(torch.randn(4, 3))
+        model.flush()
         model.close()
-        return module.running_mean.clone()
+        return module.running_var.clone()
 
-    assert torch.isfinite(run_ranks(2, body)[0]).all()
+    assert float(run_ranks(2, body)[0].max()) < 10
 
 
 def test_an_ad_psgd_rank_takes_nothing_of_a_far_model_and_trains_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -202,10 +226,11 @@ def test_a_bound_is_a_positive_number(wrapper: Any, bound: Any) -> None:
         ({"algorithm": "d2", "push_sum": False}, r"got max_relative_distance=0.5 with D2\(.*expected plain gossip"),
         ({"algorithm": PushPull(), "push_sum": False}, "got max_relative_distance=0.5 beside PushPull"),
         ({"algorithm": "diloco"}, "got max_relative_distance=0.5 with DiLoCo.*or ClippedGossip or TrimmedMean"),
-        ({"schedule": Schedule(average_every=1)}, "got max_relative_distance with Schedule"),
+        ({"schedule": Schedule(average_every=3)}, r"got max_relative_distance=0.5 with Schedule\(.*has no sender"),
+        ({"schedule": Schedule(average_until=3)}, r"got max_relative_distance=0.5 with Schedule\(.*has no sender"),
         ({"membership": Membership("memory://bound", min_workers=1)}, "got max_relative_distance=0.5 with a mailbox"),
     ],
-    ids=["an algorithm", "a mixer", "an average", "a schedule", "a mailbox"],
+    ids=["an algorithm", "a mixer", "outer steps", "averages", "averages at first", "a mailbox"],
 )
 def test_refusals(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
