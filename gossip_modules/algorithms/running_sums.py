@@ -189,7 +189,8 @@ class RunningSums(Mixer):
     shards. Models on a GPU are mixed in CPU memory. `averaged()`, `consensus_distance()` and the comparison of models
     at the start are collectives of the process group, which wait; so they need all ranks. `averaged()` is the mean of
     z, without the weights. States have neither weights nor sums: a loaded model begins with weight one, and the shares
-    on their way to it are dropped.
+    on their way to it are dropped. The wrapper does not look for parameters that another tool makes equal after each
+    step, as ranks compare them through the store, which waits.
 
     The messages have the codes of the key in GOSSIP_JOB_KEY, if it is set; each has the number of its link in this
     session. Others are counted and left out. `comm_stats()` has datagrams_sent, datagrams_unsent (refused by this
@@ -207,6 +208,8 @@ class RunningSums(Mixer):
 
     Raises:
         ValueError: an argument is out of range; or, in a round, a value of the model is.
+        FloatingPointError: in a round, a value of the model is not finite, also with `on_nonfinite="spread"`.
+        RuntimeError: in a round, the wrapper is a copy by `copy.deepcopy`, which has no socket.
 
     Hadjicostis, Vaidya, Dominguez-Garcia, "Robust Distributed Average Consensus via Exchange of Running Sums", IEEE
     Transactions on Automatic Control 2016, Algorithm 1; Kempe et al., "Gossip-Based Computation of Aggregate
@@ -256,7 +259,7 @@ class RunningSums(Mixer):
         """See `Mixer`. Opens a socket, and exchanges the addresses with all ranks."""
         super().bind(mixing, transport)
         self.close()
-        self._chunks, self._sent, self._begins = None, {}, True
+        self._chunks, self._sent, self._begins, self._host = None, {}, True, None
         self._silent, self._given_up = set(), set()
         if transport.world_size == 1:
             return
@@ -289,18 +292,22 @@ class RunningSums(Mixer):
                 "stay as they are; leave membership out, as no rank waits for a dead one, or leave algorithm out, for "
                 "SGP"
             )
-        whole = "each rank has a whole model, with weights of its own"
-        every = schedule.average_every or schedule.average_until
+        if is_sharded:
+            raise ValueError(
+                f"got a module that is sharded over processes with {self}, expected a whole one on each rank, which "
+                "has weights of its own; leave fully_shard out, or leave algorithm out, for SGP"
+            )
         for name, value, default, why in (
             ("overlap", overlap, False, "no round waits, so training hides nothing"),
-            ("nprocs_per_node", nprocs_per_node, 1, whole),
-            ("a model in shards", is_sharded, False, whole),
-            ("average_every or average_until", every, 0, "an exact average waits for all ranks"),
+            ("nprocs_per_node", nprocs_per_node, 1, "each rank has a whole model, with weights of its own"),
+            ("average_every", schedule.average_every, 0, "an exact average waits for all ranks"),
+            ("average_until", schedule.average_until, 0, "an exact average waits for all ranks"),
         ):
             if value != default:
+                place = " in the schedule" if name.startswith("average") else ""
                 raise ValueError(
-                    f"got {name}={value} with {self}, expected {default}: {why}; leave it out, or leave algorithm out, "
-                    "for SGP"
+                    f"got {name}={value!r}{place} with {self}, expected {default}: {why}; leave it out, or leave "
+                    "algorithm out, for SGP"
                 )
 
     @property
@@ -319,11 +326,19 @@ class RunningSums(Mixer):
 
         Raises:
             ValueError: a value of the model is out of the range of the sums; nothing is sent then.
+            FloatingPointError: a value of the model is not finite; nothing is sent then.
+            RuntimeError: this is a copy, which has no socket; or the thread of the socket has ended by an error.
         """
         datagrams, inbox = self._datagrams, self._inbox
-        if datagrams is None or inbox is None:  # a world of one rank
+        if self.transport.world_size == 1:
             return
         rank, mixing = self.transport.rank, self.mixing
+        if datagrams is None or inbox is None:
+            raise RuntimeError(
+                f"rank {self._name(rank)}: got a round of a copy of a wrapper with {self}, expected one of the wrapper "
+                "itself, as a copy has no socket; wrap copy.deepcopy(model.module) on all ranks, with a new "
+                f"{type(self).__name__}"
+            )
         if datagrams.error is not None:
             raise RuntimeError(
                 f"rank {self._name(rank)}: the thread of datagrams has ended by an error"
@@ -358,14 +373,17 @@ class RunningSums(Mixer):
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`. Adds the shares that have come by now, and does not wait for others."""
         if self._inbox is not None and self._chunks is not None and (new := self._inbox.take()) is not None:
-            self._chunks.take((s if self._host is None else self._host).segments, *new)
-            self._inbox.end_take()
+            try:
+                self._chunks.take((s if self._host is None else self._host).segments, *new)
+            finally:
+                self._inbox.end_take()
         if self._host is not None:
             s.raw.copy_(self._host.raw)
 
     def _on_host(self, s: FlatVector) -> FlatVector:
         """s, or a copy of it in CPU memory, which `finish` copies back."""
         if s.raw.device.type == "cpu":
+            self._host = None  # of a model that was on another device before
             return s
         if self._host is None or self._host.layout != s.layout:
             self._host = FlatVector.zeros(s.layout, torch.device("cpu"))
@@ -373,13 +391,18 @@ class RunningSums(Mixer):
         return self._host
 
     def _check_range(self, segments: Sequence[Tensor]) -> None:
-        """Raise ValueError where a sum of shares would not fit into an int32."""
+        """Raise an error where a sum of shares would not fit into an int32, or a value is not finite."""
         limit = _HALF_RANGE * self.quantum / self.transport.world_size
         for z in segments:
             if not z.numel():
                 continue
             least, most = (float(x) for x in z.aminmax())
-            if not max(-least, most) < limit:  # NaN is in no range
+            if not (math.isfinite(least) and math.isfinite(most)):
+                raise FloatingPointError(
+                    f"rank {self._name(self.transport.rank)}: got a model with values that are not finite, expected "
+                    f"finite ones for {self}, whose sums are integers; go on from a checkpoint"
+                )
+            if max(-least, most) >= limit:
                 raise ValueError(
                     f"rank {self._name(self.transport.rank)}: got a model with values from {least:g} to {most:g}, "
                     f"expected values between {-limit:g} and {limit:g} for {self} among {self.transport.world_size} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import socket
@@ -323,7 +324,7 @@ def test_a_loaded_model_begins_a_new_epoch_on_all_ranks() -> None:
     """Weights are one again, also of the rank that has loaded nothing; shares on their way are dropped."""
     together = threading.Barrier(2)
 
-    def body(group: dist.ProcessGroup) -> float:
+    def body(group: dist.ProcessGroup) -> tuple[int, int]:
         rank = group.rank()
         mixer = bound(RunningSums(), UniformMixing(RingGraph(2)), group)
         s = FlatVector.over(torch.full((10,), float(rank)))
@@ -352,21 +353,76 @@ def test_a_loaded_model_begins_a_new_epoch_on_all_ranks() -> None:
             mixer.finish(s)
             together.wait(20)
         mixer.close()
-        return mixer.weights.item()
+        assert mixer._inbox is not None
+        return mixer._inbox.epoch, weight_at(mixer)
 
-    assert 1.0 <= sum(run_ranks(2, body)) <= 2.0
+    epochs, weights = zip(*run_ranks(2, body), strict=True)
+    assert epochs == (1, 1)
+    assert sum(weights) == 2 * ONE
 
 
-def test_a_model_out_of_range_is_an_error() -> None:
+def weight_at(mixer: RunningSums) -> int:
+    """The weight of a rank, and its part in the weights on links: what it has sent, less what has come."""
+    inbox, chunks = mixer._inbox, mixer._chunks
+    assert inbox is not None
+    assert chunks is not None
+    with inbox._lock:
+        came = sum(sums.w.item() for sums in inbox._received.values()) - inbox._new[1].item()
+        return chunks.weights.item() + sum(sums.w.item() for sums in mixer._sent.values()) - came
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "found"),
+    [
+        (600.0, ValueError, r"got a model with values from .*, expected values between -512 and 512"),
+        (float("nan"), FloatingPointError, r"values that are not finite, .*; go on from a checkpoint"),
+        (float("-inf"), FloatingPointError, r"values that are not finite, .*; go on from a checkpoint"),
+    ],
+)
+def test_a_model_out_of_range_is_an_error(value: float, kind: type[Exception], found: str) -> None:
     def body(group: dist.ProcessGroup) -> None:
         mixer = bound(RunningSums(), UniformMixing(RingGraph(2)), group)
-        for value in (600.0, float("nan")):
-            with pytest.raises(
-                ValueError, match=r"got a model with values from .*, expected values between -512 and 512"
-            ):
-                mixer.start(FlatVector.over(torch.tensor([value, 1.0])), 0)
+        with pytest.raises(kind, match=found):
+            mixer.start(FlatVector.over(torch.tensor([value, 1.0])), 0)
         assert mixer.stats()["datagrams_sent"] == 0
         mixer.close()
+        mixer.close()
+
+    run_ranks(2, body)
+
+
+def test_a_model_that_has_moved_to_the_cpu_keeps_its_values() -> None:
+    """The copy in CPU memory of an earlier phase on a GPU is not written over it."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        mixer = bound(RunningSums(), UniformMixing(RingGraph(2)), group)
+        s = FlatVector.over(torch.full((10,), 3.0))
+        mixer._host = FlatVector.over(torch.full((10,), 100.0))
+        mixer.mix(s, 0)
+        torch.testing.assert_close(s.segments[0], torch.full((10,), 3.0))
+        mixer._host = FlatVector.over(torch.full((10,), 100.0))
+        mixer.rebind(mixer.mixing, mixer.transport)
+        assert mixer._host is None
+        mixer.close()
+
+    run_ranks(2, body)
+
+
+def test_an_error_while_shares_are_added_leaves_no_share_for_later() -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    def body(group: dist.ProcessGroup) -> None:
+        mixer = bound(RunningSums(), UniformMixing(RingGraph(2)), group)
+        s = FlatVector.over(torch.ones(10))
+        mixer.start(s, 0)
+        wait_until(lambda: has_come(mixer, 1))
+        assert mixer._chunks is not None
+        mixer._chunks.take = fail  # type: ignore[method-assign, assignment]
+        with pytest.raises(MemoryError):
+            mixer.finish(s)
+        assert mixer._inbox is not None
+        assert not any(values.any() for values in mixer._inbox._spare)
         mixer.close()
 
     run_ranks(2, body)
@@ -402,11 +458,12 @@ def test_an_address_of_another_machine_is_an_error() -> None:
     ("options", "found"),
     [
         ({"overlap": True}, r"got overlap=True with RunningSums\(\), expected False: no round waits"),
-        ({"overlap": "auto"}, r"got overlap=auto with RunningSums\(\), expected False: no round waits"),
+        ({"overlap": "auto"}, r"got overlap='auto' with RunningSums\(\), expected False: no round waits"),
         (
             {"schedule": Schedule(average_every=4)},
-            r"got average_every or average_until=4 with RunningSums\(\)",
+            r"got average_every=4 in the schedule with RunningSums\(\), expected 0: an exact average waits",
         ),
+        ({"schedule": Schedule(average_until=3)}, r"got average_until=3 in the schedule with RunningSums\(\)"),
         ({"wire_dtype": torch.bfloat16}, r"got wire_dtype=torch.bfloat16 with RunningSums\(\), expected one of them"),
         ({"deltas": True, "wire_dtype": None}, r"got deltas=True"),
     ],
@@ -425,7 +482,7 @@ def test_a_model_of_several_processes_is_an_error() -> None:
     choices = Choices(algorithm=RunningSums())
     with pytest.raises(ValueError, match=r"got nprocs_per_node=2 with RunningSums\(\), expected 1: each rank has"):
         choices.check(overlap=False, init_sync=True, nprocs_per_node=2)
-    with pytest.raises(ValueError, match=r"got a model in shards=True with RunningSums\(\), expected False"):
+    with pytest.raises(ValueError, match=r"got a module that is sharded over processes with RunningSums\(\)"):
         choices.check(overlap=False, init_sync=True, nprocs_per_node=1, is_sharded=True)
 
 
@@ -464,3 +521,30 @@ def test_training_with_losses_and_batch_normalisation(monkeypatch: pytest.Monkey
         assert stats["bytes_sent"] > 0 < stats["datagrams_lost"]
         assert stats["datagrams_sent"] > stats["datagrams_received"] / 2 > 0
         assert stats["num_rounds"] == 79 or stats["num_rounds"] == 80
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def test_a_copy_of_a_wrapper_runs_no_round_and_says_so() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        model = GossipDataParallel(mlp(), algorithm=RunningSums(), process_group=group)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        x = torch.ones(2, next(model.parameters()).shape[1])
+        copied = copy.deepcopy(model)
+        for _ in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(x).sum().backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+        averaged.eval()
+        assert averaged(x).isfinite().all()
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match=r"rank \d: got a round of a copy of a wrapper .*; wrap copy.deepcopy"):
+            train(copied, optimizer, x)
+        model.close()
+
+    run_ranks(2, body)
