@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..checks import checked_integer
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
-from ..rounds.link_sums import ANSWER, COUNT_BITS, SUMS, Inbox, Integers, SentSums, Weights
+from ..rounds.link_sums import ANSWER, COUNT_BITS, LAST_NUMBER, SUMS, Inbox, Integers, SentSums, Silence, Weights
 from ..rounds.mixer import Mixer
 from ..schedule import Schedule
 from ..state import Restart, transient
@@ -35,6 +34,7 @@ LEAST_WEIGHT = ONE >> 4
 _GROUP_NUMEL = 1 << 16  # elements that are mixed at a time, so that they stay in the cache
 _LEAST_BYTES = 128
 _STRIDE = 0x9E3779B1  # a prime, which is far from multiples of usual numbers of chunks
+_RANGE = 1024.0  # of values, by default
 _HALF_RANGE = float(1 << 30)  # quanta; half of what an int32 holds, as restarted weights may add up to more than n
 
 
@@ -183,7 +183,8 @@ class RunningSums(Mixer):
     sent again, which may come. So a dead peer takes a few shares of its in-peers along, and no more: the mean of the
     others moves by these shares, training goes on, and nothing raises. If a peer has not answered for the timeout of
     the wrapper, all ranks begin with weight one again, as their weights have become small, and the peer gets no share
-    before it answers. If nothing has come from an in-peer for the timeout, a warning names it, once.
+    before it answers. If nothing has come from an in-peer for the timeout, a warning names it, once until it is heard
+    again. Time counts in rounds with the peer only, ten of them at least: see `Silence`.
 
     Not with `overlap`, `wire_dtype`, `deltas`, exact averages in the schedule, a membership, `nprocs_per_node` or
     shards. Models on a GPU are mixed in CPU memory. `averaged()`, `consensus_distance()` and the comparison of models
@@ -198,7 +199,10 @@ class RunningSums(Mixer):
     and datagrams_refused.
 
     Args:
-        quantum: the unit of sums, a power of two; n max|z| stays below 2^30 quanta.
+        quantum: the unit of sums, a power of two; n max|z| must stay below 2^30 quanta, and z moves by less than a
+            quantum over w in each round. None: the smallest one with which values between -1024 and 1024 fit, which
+            is 2^-19 with 2 ranks, 2^-14 (6e-5) with 64, and 2^-10 (1e-3) with 1024. Where values are small, a smaller
+            one is finer.
         datagram_bytes: the bytes of a datagram, codes included, headers of UDP and IP not. A longer one than the link
             takes is sent in fragments, and lost with any of them. The default fits a tunnel over Ethernet; about 60,000
             is faster where nothing is lost, as on one machine.
@@ -229,21 +233,24 @@ class RunningSums(Mixer):
     _sent: dict[int, SentSums] = transient({})
     _host: FlatVector | None = transient(None)  # a copy of a model on another device
     _in_peers: Sequence[int] = transient(())
-    _silent: set[int] = transient(set())  # in-peers that a warning has named
+    _silence: dict[int, Silence] = transient({})  # of in-peers
+    _silent: set[int] = transient(set())  # in-peers that a warning has named, and that are silent since
     _given_up: set[int] = transient(set())  # out-peers that have not answered for the timeout
     _begins: bool = transient(True)  # whether an epoch begins with the next round
 
     def __init__(
         self,
         *,
-        quantum: float = 2.0**-20,
+        quantum: float | None = None,
         datagram_bytes: int = 1392,
         max_unanswered: int = 2,
         host: str | None = None,
     ) -> None:
-        if not (isinstance(quantum, float) and 0 < quantum <= 1 and math.frexp(quantum)[0] == 0.5):
+        if quantum is not None and not (
+            isinstance(quantum, float) and 0 < quantum <= 1 and math.frexp(quantum)[0] == 0.5
+        ):
             raise ValueError(
-                f"got quantum={quantum!r}, expected a power of two of at most 1; pass 2.0**-20, for example"
+                f"got quantum={quantum!r}, expected a power of two of at most 1, or None; pass 2.0**-20, for example"
             )
         datagram_bytes = checked_integer("datagram_bytes", datagram_bytes, _LEAST_BYTES, "pass 1392 for Ethernet")
         if datagram_bytes > MAX_BYTES:
@@ -260,13 +267,17 @@ class RunningSums(Mixer):
         super().bind(mixing, transport)
         self.close()
         self._chunks, self._sent, self._begins, self._host = None, {}, True, None
-        self._silent, self._given_up = set(), set()
+        self._silent, self._given_up, self._silence = set(), set(), {}
         if transport.world_size == 1:
             return
+        n = transport.world_size
+        self._unit = 2.0 ** math.ceil(math.log2(_RANGE * n / _HALF_RANGE)) if self.quantum is None else self.quantum
         key = key_of()
-        self._datagrams, self._inbox = Datagrams(transport, key=key, host=self.host), Inbox()
+        self._datagrams, self._inbox = (
+            Datagrams(transport, key=key, host=self.host),
+            Inbox(2 * transport.world_size * ONE),
+        )
         self._size = (self.datagram_bytes - Datagrams.overhead(key)) // 4
-        self._begun = time.monotonic()
         weakref.finalize(self, self._datagrams.close)
         host, _ = self._datagrams.address
         if key is None and not host.startswith("127."):
@@ -358,7 +369,7 @@ class RunningSums(Mixer):
         num_sent = {peer: datagrams.send(peer, Datagram(ANSWER, self._stamp(n))) for peer, n in numbers.items()}
         before = chunks.weights.copy()
         for peer in mixing.graph.out_peers(rank, t):
-            sums = self._sent.get(peer) or self._sent.setdefault(peer, SentSums(len(chunks), self._size))
+            sums = self._sent.get(peer) or self._sent.setdefault(peer, self._new_sums(len(chunks)))
             share = np.rint(before * mixing.weights(peer, t).inp[rank]).astype(np.int64)
             share[before < LEAST_WEIGHT] = 0
             if not self._answers(peer, sums, inbox):
@@ -368,7 +379,7 @@ class RunningSums(Mixer):
         if isinstance(self.transport, PointToPoint):
             self.transport.num_round_bytes += sum(num_sent.values())
         self.transport.traffic.arrived(num_received, dict.fromkeys(num_received, 0.0), sent=num_sent)
-        self._warn_of_silence(inbox)
+        self._warn_of_silence(num_received)
 
     def finish(self, s: FlatVector) -> None:
         """See `Mixer`. Adds the shares that have come by now, and does not wait for others."""
@@ -392,7 +403,7 @@ class RunningSums(Mixer):
 
     def _check_range(self, segments: Sequence[Tensor]) -> None:
         """Raise an error where a sum of shares would not fit into an int32, or a value is not finite."""
-        limit = _HALF_RANGE * self.quantum / self.transport.world_size
+        limit = _HALF_RANGE * self._unit / self.transport.world_size
         for z in segments:
             if not z.numel():
                 continue
@@ -406,7 +417,7 @@ class RunningSums(Mixer):
                 raise ValueError(
                     f"rank {self._name(self.transport.rank)}: got a model with values from {least:g} to {most:g}, "
                     f"expected values between {-limit:g} and {limit:g} for {self} among {self.transport.world_size} "
-                    f"ranks; pass a larger quantum, such as quantum=2.0**{math.frexp(self.quantum)[1] + 3}, or "
+                    f"ranks; pass a larger quantum, such as quantum=2.0**{math.frexp(self._unit)[1] + 3}, or "
                     "gossip_buffers=False if it is a buffer"
                 )
 
@@ -415,7 +426,7 @@ class RunningSums(Mixer):
         chunks, datagrams = self._chunks, self._datagrams
         is_first, is_new = chunks is None, chunks is None or chunks.numels != list(numels)
         if chunks is None or is_new or self._begins or inbox.newest > inbox.epoch:
-            chunks = self._chunks = Chunks(numels, self._size, self.quantum)
+            chunks = self._chunks = Chunks(numels, self._size, self._unit)
             epoch = max(inbox.newest, inbox.epoch + (self._begins or is_new) * (not is_first))
             # A peer that is late now gets shares when it answers in the new epoch, so a dead one ends one epoch only.
             self._given_up |= {peer for peer, sums in self._sent.items() if self._is_late(peer, sums, inbox)}
@@ -428,15 +439,22 @@ class RunningSums(Mixer):
     def _answers(self, peer: int, sums: SentSums, inbox: Inbox) -> bool:
         """Whether an out-peer has answered lately: see [Note: peers that do not answer]."""
         if (answered := inbox.answered(peer)) > sums.answered:
-            sums.answered, sums.answered_at = answered, time.monotonic()
+            sums.answered = answered
             self._given_up.discard(peer)
+            sums.silence.begin()
+        elif answered == sums.number:  # none waits for an answer
+            sums.silence.begin()
+        has_timed_out = sums.silence.has_ended_patience()
         if peer in self._given_up:
             return False
         is_late = self._is_late(peer, sums, inbox)
-        if is_late and time.monotonic() - sums.answered_at > self.transport.timeout.total_seconds():
+        if is_late and has_timed_out:
             self._given_up.add(peer)
             self._begins = True
         return not is_late
+
+    def _new_sums(self, num_chunks: int) -> SentSums:
+        return SentSums(num_chunks, self._size, self.transport.timeout.total_seconds())
 
     def _is_late(self, peer: int, sums: SentSums, inbox: Inbox) -> bool:
         return sums.number - inbox.answered(peer) >= self.max_unanswered
@@ -444,6 +462,9 @@ class RunningSums(Mixer):
     def _send(self, datagrams: Datagrams, peer: int, sums: SentSums, chunks: Chunks) -> int:
         """Send all sums, and return the bytes. A full queue drops the last ones, so each round begins elsewhere."""
         sums.number += 1
+        self._begins = self._begins or sums.number == LAST_NUMBER
+        assert self._inbox is not None, "`bind` has made it"
+        self._inbox.sends(peer, sums.number)
         stamp, weights = self._stamp(sums.number), sums.w.tolist()
         row_bytes, body = 4 * self._size, sums.x.data.cast("B")
         first, num_bytes = sums.number * _STRIDE % len(chunks), 0
@@ -456,16 +477,20 @@ class RunningSums(Mixer):
         assert self._inbox is not None, "`bind` has made it"
         return self._inbox.epoch << COUNT_BITS | number
 
-    def _warn_of_silence(self, inbox: Inbox) -> None:
-        limit, now = self.transport.timeout.total_seconds(), time.monotonic()
+    def _warn_of_silence(self, heard: Mapping[int, int]) -> None:
+        """Warn of in-peers that have been silent for the timeout; heard: those with sums since the last round."""
+        limit = self.transport.timeout.total_seconds()
+        for peer in heard:
+            self._silence.setdefault(peer, Silence(limit)).begin()
+            self._silent.discard(peer)
         for peer in self._in_peers:
-            seconds = now - inbox.last_heard.get(peer, self._begun)
-            if seconds > limit and peer not in self._silent:
+            silence = self._silence.setdefault(peer, Silence(limit))
+            if silence.has_ended_patience() and peer not in self._silent:
                 self._silent.add(peer)
                 warnings.warn(
                     f"rank {self._name(self.transport.rank)}: no datagram of rank {self._name(peer)} has come for "
-                    f"{seconds:.0f} s: it is dead or slow, the link loses all, or a firewall stops UDP; training goes "
-                    "on without its model",
+                    f"{silence.seconds:.0f} s: it is dead or slow, the link loses all, or a firewall stops UDP; "
+                    "training goes on without its model",
                     stacklevel=levels_to_user(),
                 )
 
@@ -496,6 +521,6 @@ class RunningSums(Mixer):
             self._datagrams.close()
 
     def __repr__(self) -> str:
-        settings = (("quantum", 2.0**-20), ("datagram_bytes", 1392), ("max_unanswered", 2))
+        settings = (("quantum", None), ("datagram_bytes", 1392), ("max_unanswered", 2))
         given = [f"{name}={getattr(self, name)}" for name, default in settings if getattr(self, name) != default]
         return f"{type(self).__name__}({', '.join(given)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +19,39 @@ SUMS, ANSWER = 0, 1
 """The kinds of datagrams."""
 COUNT_BITS = 32
 """Of a number in a datagram: the lower bits are `SentSums.number`, the upper ones the epoch."""
+LAST_NUMBER = (1 << COUNT_BITS) - 1
+"""After sums with this number a new epoch begins."""
+MAX_EPOCHS_AHEAD = 1 << 10
+"""More epochs than a rank without datagrams misses, and few enough that no peer brings the number near its end."""
+_LEAST_ROUNDS = 10
+
+
+class Silence:
+    """The time that a peer has been silent for, in rounds with this peer.
+
+    A pause of this rank between two rounds, such as an evaluation, counts no more than a tenth of the limit. So the
+    limit is reached after ten rounds of this rank with the peer at the earliest.
+
+    Args:
+        limit: the seconds after which the peer is silent.
+
+    Attributes:
+        seconds: the time.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._last, self.seconds = limit, time.monotonic(), 0.0
+
+    def begin(self) -> None:
+        """Count from now on, as the peer has been heard, or nothing is expected from it."""
+        self._last, self.seconds = time.monotonic(), 0.0
+
+    def has_ended_patience(self) -> bool:
+        """Count the time since the last call; returns whether the limit is reached. Called once a round."""
+        now = time.monotonic()
+        self.seconds += min(now - self._last, self._limit / _LEAST_ROUNDS)
+        self._last = now
+        return self.seconds > self._limit * (1 - 1e-9)
 
 
 class SentSums:
@@ -26,20 +60,21 @@ class SentSums:
     Args:
         num_chunks: the number of chunks.
         size: the number of elements of a chunk.
+        limit: see `Silence`.
 
     Attributes:
         x: sigma_x in quanta, int32 [num_chunks, size]; it wraps around.
-        w: sigma_w, int64 [num_chunks].
+        w: sigma_w, int64 [num_chunks]; it wraps around.
         number: the number of times that the sums were sent.
         answered: the last one of them that the peer has answered.
-        answered_at: when this answer came, or these sums began, by `time.monotonic()`.
+        silence: the time since the first of them without an answer.
     """
 
-    def __init__(self, num_chunks: int, size: int) -> None:
+    def __init__(self, num_chunks: int, size: int, limit: float = math.inf) -> None:
         self.x: Integers = np.zeros((num_chunks, size), np.int32)
         self.w: Weights = np.zeros(num_chunks, np.int64)
         self.number = self.answered = 0
-        self.answered_at = time.monotonic()
+        self.silence = Silence(limit)
 
 
 class ReceivedSums:
@@ -63,6 +98,10 @@ class ReceivedSums:
         self.numbers = np.zeros(num_chunks, np.int64)
         self.num_lost = self.num_late = self.heard = 0
 
+    def new_weight(self, chunk: int, w: int) -> int:
+        """The weight of the shares that would be new in sums with weight w."""
+        return (w - int(self.w[chunk]) + (1 << 63)) % (1 << 64) - (1 << 63)
+
     def news(self, number: int, chunk: int, x: Integers, w: int) -> tuple[Integers, int] | None:
         """Note the sums of a chunk, and return the shares that are new; None: there are none.
 
@@ -78,7 +117,7 @@ class ReceivedSums:
         self.num_lost += number - int(self.numbers[chunk]) - 1
         self.heard = max(self.heard, number)
         rho = self.x[chunk, : len(x)]
-        new = x - rho, w - int(self.w[chunk])
+        new = x - rho, self.new_weight(chunk, w)
         rho[:], self.w[chunk], self.numbers[chunk] = x, w, number
         return new
 
@@ -92,23 +131,29 @@ class Inbox:
     again, and add up to n. Messages of older epochs are left out; those of a newer one are left out until this rank has
     begun it, as later sums make up for them. The epoch is in the upper 32 bits of numbers.
 
+    [Note: datagrams that cannot be] A faulty peer with the key could end or drain a healthy rank. So datagrams are
+    refused, and counted, whose new weight is negative or more than all ranks have (twice that, as for the range of x),
+    which answer sums that were never sent, or whose epoch is more than 1,024 ahead.
+
     The thread of the socket calls `handle`; the training thread calls the other methods.
+
+    Args:
+        max_weight: the largest weight of new shares.
 
     Attributes:
         epoch: the epoch of this rank.
         newest: the newest one that it has heard of.
-        last_heard: the time of the last sums of each in-peer, by `time.monotonic()`.
         num_lost, num_late: see `ReceivedSums`; of all in-peers and epochs.
-        num_refused: datagrams for another layout of the model.
+        num_refused: datagrams for another layout of the model, and those of [Note: datagrams that cannot be].
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, max_weight: int) -> None:
+        self._lock, self._max_weight = threading.Lock(), max_weight
         self.epoch = self.newest = 0
-        self.last_heard: dict[int, float] = {}
         self.num_lost = self.num_late = self.num_refused = 0
         self._received: dict[int, ReceivedSums] = {}
         self._answers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # that were sent to each out-peer
         self._num_bytes: dict[int, int] = {}
         self._widths: Sequence[int] = ()
         self._size, self._has_news = 0, False
@@ -126,7 +171,7 @@ class Inbox:
                 self.num_lost, self.num_late = self.num_lost + sums.num_lost, self.num_late + sums.num_late
             self.epoch, self.newest, self._widths, self._size = epoch, max(epoch, self.newest), widths, size
             self._new, self._spare, self._has_news = self._nothing(), self._nothing(), False
-            self._received, self._answers = {}, {}
+            self._received, self._answers, self._numbers = {}, {}, {}
 
     def _nothing(self) -> tuple[Integers, Weights]:
         num_chunks = len(self._widths)
@@ -137,11 +182,17 @@ class Inbox:
         kind, stamp, chunk, w, body = datagram
         epoch, number = divmod(stamp, 1 << COUNT_BITS)
         with self._lock:
+            if epoch > self.epoch + MAX_EPOCHS_AHEAD:
+                self.num_refused += 1
+                return
             self.newest = max(self.newest, epoch)
             if epoch != self.epoch:
                 self.num_late += epoch < self.epoch
                 return
             if kind == ANSWER:
+                if number > self._numbers.get(peer, 0):
+                    self.num_refused += 1
+                    return
                 self._answers[peer] = max(self._answers.get(peer, 0), number)
                 return
             if chunk >= len(self._widths) or len(body) != 4 * self._widths[chunk]:
@@ -149,7 +200,9 @@ class Inbox:
                 return
             if (sums := self._received.get(peer)) is None:
                 sums = self._received[peer] = ReceivedSums(len(self._widths), self._size)
-            self.last_heard[peer] = time.monotonic()
+            if number > sums.numbers[chunk] and not 0 <= sums.new_weight(chunk, w) <= self._max_weight:
+                self.num_refused += 1
+                return
             self._num_bytes[peer] = self._num_bytes.get(peer, 0) + len(body)
             if (news := sums.news(number, chunk, np.frombuffer(body, "<i4"), w)) is not None:
                 x, weight = news
@@ -169,6 +222,11 @@ class Inbox:
         """The result of the last `take` is used: its memory becomes zero, for later shares."""
         for values in self._spare:
             values.fill(0)
+
+    def sends(self, peer: int, number: int) -> None:
+        """Note that sums with this number are going to an out-peer, before they do."""
+        with self._lock:
+            self._numbers[peer] = number
 
     def answered(self, peer: int) -> int:
         """The largest number that an out-peer has answered; 0: none."""

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,16 @@ from gossip_modules.algorithms.running_sums import ONE, Chunks
 from gossip_modules.extend import FlatVector
 from gossip_modules.graph_manager import CompleteGraph, NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MixingManager, UniformMixing
-from gossip_modules.rounds.link_sums import ReceivedSums, SentSums
+from gossip_modules.rounds.link_sums import (
+    ANSWER,
+    LAST_NUMBER,
+    MAX_EPOCHS_AHEAD,
+    SUMS,
+    Inbox,
+    ReceivedSums,
+    SentSums,
+    Silence,
+)
 from gossip_modules.transport.datagrams import Datagram, Datagrams
 from gossip_modules.transport.job_key import VARIABLE
 from gossip_modules.wrappers.choices import Choices
@@ -234,20 +243,115 @@ def test_a_dead_peer_takes_a_few_shares_along_and_no_rank_waits() -> None:
     assert max(seconds) < 0.4  # on machines that are busy
 
 
-def test_a_warning_names_an_in_peer_that_is_silent() -> None:
-    def body(group: dist.ProcessGroup) -> list[str]:
-        mixer = bound(RunningSums(), UniformMixing(RingGraph(2)), group, timeout=timedelta(seconds=0.5))
-        if group.rank() == 0:
-            s = FlatVector.over(torch.ones(3))
-            mixer.mix(s, 0)
-            time.sleep(0.6)
-            with pytest.warns(UserWarning, match=r"rank 0: no datagram of rank 1 has come for 1 s"):
-                mixer.mix(s, 1)
-            mixer.mix(s, 2)  # once
+def mix_until_silent(mixer: RunningSums, s: FlatVector, rounds: Iterator[int]) -> None:
+    while not mixer._silent:
+        mixer.mix(s, next(rounds))
+        time.sleep(0.02)
+
+
+def test_a_warning_names_an_in_peer_that_is_silent_and_not_for_a_pause() -> None:
+    """Time without own rounds does not count; and a peer that is heard again may be named again."""
+    together, limit = threading.Barrier(2), timedelta(seconds=0.3)
+
+    def body(group: dist.ProcessGroup) -> None:
+        mixer = bound(RunningSums(), UniformMixing(RingGraph(2)), group, timeout=limit)
+        s, rounds = FlatVector.over(torch.ones(3)), itertools.count()
+        for k in range(2):
+            if group.rank() == 1:
+                mixer.mix(s, next(rounds))
+                together.wait(20)
+            else:
+                for _ in range(3):
+                    mixer.mix(s, next(rounds))
+                together.wait(20)
+                wait_until(lambda: has_come(mixer, 1))
+                mixer.mix(s, next(rounds))
+                assert mixer._silent == set()
+                time.sleep(0.4)
+                mixer.mix(s, next(rounds))  # no warning
+                assert k or mixer._given_up == set()
+                with pytest.warns(UserWarning, match=r"rank 0: no datagram of rank 1 has come for 0 s"):
+                    mix_until_silent(mixer, s, rounds)
+                for _ in range(15):
+                    mixer.mix(s, next(rounds))  # once
+                    time.sleep(0.02)
+                assert mixer._given_up == {1}
+            together.wait(20)
         mixer.close()
-        return []
 
     run_ranks(2, body)
+
+
+def test_a_pause_between_rounds_is_no_silence_of_a_peer() -> None:
+    silence = Silence(0.1)
+    time.sleep(0.2)
+    assert not silence.has_ended_patience()
+    assert silence.seconds == pytest.approx(0.01)
+    for k in range(2, 11):
+        time.sleep(0.011)
+        assert silence.has_ended_patience() is (k == 10)
+
+
+def test_datagrams_that_cannot_be_are_refused() -> None:
+    """A new weight that no rank has, an answer to sums that were never sent, and an epoch far ahead."""
+    inbox, most = Inbox(4 * ONE), 1 << 63
+    inbox.begin(0, [1], 1)
+    inbox.sends(1, 3)
+
+    def is_refused(kind: int, stamp: int, w: int = 0) -> bool:
+        before = inbox.num_refused
+        inbox.handle(1, Datagram(kind, stamp, 0, w, bytes(4 * (kind == SUMS))))
+        return inbox.num_refused > before
+
+    assert not is_refused(SUMS, 1, ONE)
+    for w in (ONE - 1, 0, -ONE, 5 * ONE + 1, most - 1, -most):
+        assert is_refused(SUMS, 2, w)
+    assert not is_refused(SUMS, 2, 2 * ONE)
+    assert is_refused(ANSWER, 4)
+    assert not is_refused(ANSWER, 3)
+    assert is_refused(ANSWER, (MAX_EPOCHS_AHEAD + 1) << 32)
+    assert inbox.newest == 0
+    assert not is_refused(ANSWER, 2 << 32)
+    assert [inbox.newest, inbox.answered(1)] == [2, 3]
+    taken = inbox.take()
+    assert taken is not None
+    assert taken[1].tolist() == [2 * ONE]
+
+
+def test_the_weight_of_sums_wraps_around() -> None:
+    rho, nothing = ReceivedSums(1, 1), np.zeros(1, np.int32)
+    rho.w[0] = 2**63 - 5
+    news = rho.news(1, 0, nothing, -(2**63) + 5)
+    assert news is not None
+    assert news[1] == 10
+
+
+def test_a_new_epoch_begins_before_numbers_reach_its_bits() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        mixer = bound(RunningSums(), UniformMixing(RingGraph(2)), group)
+        s = FlatVector.over(torch.ones(3))
+        mixer.mix(s, 0)
+        mixer._sent[1 - group.rank()].number = LAST_NUMBER - 1
+        for t in range(1, 5):
+            mixer.mix(s, t)
+        assert mixer._inbox is not None
+        assert mixer._inbox.epoch >= 1
+        assert mixer._sent[1 - group.rank()].number < 10
+        mixer.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("n", "quantum"), [(2, 2.0**-19), (3, 2.0**-18), (4, 2.0**-18)])
+def test_the_range_of_values_does_not_depend_on_the_number_of_ranks(n: int, quantum: float) -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        mixer = bound(RunningSums(), UniformMixing(RingGraph(n)), group)
+        mixer.start(FlatVector.over(torch.tensor([1000.0, -1000.0])), 0)
+        mixer.close()
+        assert str(mixer) == "RunningSums()"
+        return mixer._unit
+
+    assert run_ranks(n, body) == [quantum] * n
 
 
 def test_strangers_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +478,7 @@ def weight_at(mixer: RunningSums) -> int:
 @pytest.mark.parametrize(
     ("value", "kind", "found"),
     [
-        (600.0, ValueError, r"got a model with values from .*, expected values between -512 and 512"),
+        (1100.0, ValueError, r"got a model with values from .*, expected values between -1024 and 1024"),
         (float("nan"), FloatingPointError, r"values that are not finite, .*; go on from a checkpoint"),
         (float("-inf"), FloatingPointError, r"values that are not finite, .*; go on from a checkpoint"),
     ],
