@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..transport.deadline import Deadline
+from ..transport.own_address import checked_host
 
 _FILE = "file:"
 _TRY_SECONDS = 1.0  # after which a file is read again
@@ -95,30 +96,18 @@ def own_address(store: str, host: str | None = None) -> str:
         ValueError: `host` is not this machine, or all of its interfaces; or there is no way to the store by IPv4, with
             which workers reach each other.
     """
+    if host is not None:
+        return checked_host(host, others="the other workers")
     name, _, port = store.rpartition(":")
+    if not port.isdigit():
+        return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if host is not None:
-            try:
-                probe.bind((host, 0))
-            except OSError as error:
-                raise ValueError(
-                    f"got host={host!r}, which is no address of this machine ({error}), expected the IPv4 address "
-                    "at which the other workers reach it"
-                ) from error
-            if probe.getsockname()[0] == "0.0.0.0":
-                raise ValueError(
-                    f"got host={host!r}, which is all interfaces of this machine, expected the address of one at "
-                    "which the other workers reach it"
-                )
-        elif not port.isdigit():
-            return "127.0.0.1"
-        else:
-            try:
-                probe.connect((name, int(port)))
-            except OSError as error:
-                raise ValueError(
-                    f"got the store of the job at {store}, to which there is no way by IPv4 ({error}), expected one, "
-                    "as workers reach each other by IPv4 only; give the store by an IPv4 address, or this machine's "
-                    "as host="
-                ) from error
+        try:
+            probe.connect((name, int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"got the store of the job at {store}, to which there is no way by IPv4 ({error}), expected one, "
+                "as workers reach each other by IPv4 only; give the store by an IPv4 address, or this machine's "
+                "as host="
+            ) from error
         return str(probe.getsockname()[0])

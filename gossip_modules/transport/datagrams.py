@@ -23,12 +23,14 @@ from .agreement import rows_of_all
 from .base import Transport
 from .forks import close_in_children, forget_in_children
 from .job_key import CODE_BYTES, NONCE_BYTES, code_of, is_code
+from .own_address import check_reachable, checked_host
 
 _HEADER = struct.Struct("<2sBx16sQIq")  # magic, kind, link, number, chunk, weight
 _MAGIC = b"gd"
 _MAX_KIND = 1
 _LINK_BYTES = 16
 _ADDRESS_BYTES = 6
+_MACHINE_BYTES = 64  # the longest name of a machine on Linux
 MAX_BYTES = 65_507  # the largest payload of UDP over IPv4
 _BUFFER_BYTES = 1 << 23  # that the kernel is asked for; it gives less where net.core.rmem_max is less
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # Linux, asm-generic/socket.h; for a process that administers the network
@@ -99,7 +101,7 @@ class Datagrams:
         error: the error that has ended the thread; None: none.
 
     Raises:
-        ValueError: `host` is no address of this machine.
+        ValueError: `host` is no address of this machine, or ranks on several machines have loopback addresses.
     """
 
     def __init__(self, transport: Transport, *, key: bytes | None, host: str | None = None) -> None:
@@ -109,14 +111,7 @@ class Datagrams:
         self.counts = DatagramCounts()
         self._socket = close_in_children(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         try:
-            host = own_host() if host is None else host
-            try:
-                self._socket.bind((host, 0))
-            except OSError as error:
-                raise ValueError(
-                    f"got host={host!r}, which is no IPv4 address of this machine ({error}), expected the one at which "
-                    "the other ranks reach it"
-                ) from error
+            self._socket.bind((own_host() if host is None else checked_host(host, others="the other ranks"), 0))
             for force, option in ((_SO_RCVBUFFORCE, socket.SO_RCVBUF), (_SO_SNDBUFFORCE, socket.SO_SNDBUF)):
                 try:
                     if sys.platform != "linux":
@@ -134,9 +129,14 @@ class Datagrams:
     def _meet(self, transport: Transport) -> None:
         """Exchange addresses and random numbers."""
         own, (name, port) = secrets.token_bytes(NONCE_BYTES), self.address
-        row = own + socket.inet_aton(name) + port.to_bytes(2, "big")
+        machine = socket.gethostname().encode()[:_MACHINE_BYTES].ljust(_MACHINE_BYTES, b"\0")
+        row = own + socket.inet_aton(name) + port.to_bytes(2, "big") + machine
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(transport.device)
         rows = rows_of_all(transport, mine, what="exchanging the addresses of datagrams").tolist()
+        hosts = [socket.inet_ntoa(bytes(numbers[NONCE_BYTES : NONCE_BYTES + 4])) for numbers in rows]
+        ends = [bytes(numbers[NONCE_BYTES + _ADDRESS_BYTES :]) for numbers in rows]
+        machines = [end.rstrip(b"\0").decode(errors="replace") for end in ends]
+        check_reachable(hosts, machines, transport.names)
         self._addresses: dict[int, tuple[str, int]] = {}
         self._links: dict[int, bytes] = {}
         self._senders: dict[bytes, int] = {}
@@ -240,6 +240,8 @@ class Datagrams:
         self._is_closed = True
         with contextlib.suppress(OSError):  # wakes the thread
             self._socket.sendto(b"", self.address)
+        with contextlib.suppress(OSError):  # as well, where a firewall drops that
+            self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
         self._socket.close()

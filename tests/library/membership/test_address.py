@@ -96,5 +96,5 @@ def test_a_store_that_is_reached_by_ipv6_only_is_refused(store: str) -> None:
     with pytest.raises(ValueError, match=rf"got the store of the job at {re.escape(store)}, {message}"):
         own_address(store)
     assert own_address(store, "127.0.0.1") == "127.0.0.1"
-    with pytest.raises(ValueError, match=r"got host='::1', which is no address .*, expected the IPv4 address"):
+    with pytest.raises(ValueError, match=r"got host='::1', which is no IPv4 address .*, expected the IPv4 address"):
         own_address("127.0.0.1:1", "::1")

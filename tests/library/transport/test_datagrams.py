@@ -17,6 +17,7 @@ from gossip_modules.extend import FlatVector
 from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.transport.datagrams import MAX_BYTES, Datagram, Datagrams, own_host
 from gossip_modules.transport.job_key import CODE_BYTES, VARIABLE
+from gossip_modules.transport.own_address import check_reachable, checked_host
 from tests.harness.ranks import CPU, TIMEOUT, assert_no_gossip_threads, run_ranks
 
 KEY = b"a key of sixteen bytes or more"
@@ -139,3 +140,48 @@ def test_without_a_key_an_address_that_others_reach_is_a_warning(monkeypatch: py
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_ranks(2, body)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "224.0.0.1", "255.255.255.255", 5, "192.0.2.1"])
+def test_an_address_that_is_not_of_one_machine_is_an_error(host: Any) -> None:
+    with pytest.raises(ValueError, match=rf"got host={host!r}, .*expected"):
+        checked_host(host, others="the other ranks")
+
+
+def test_loopback_addresses_on_several_machines_are_an_error() -> None:
+    check_reachable(["127.0.0.1"] * 2, ["a", "a"], [0, 1])
+    check_reachable(["10.0.0.1", "10.0.0.2"], ["a", "b"], [0, 1])
+    for addresses, machines in ((["127.0.1.1", "10.0.0.2"], ["a", "a"]), (["127.0.0.1"] * 2, ["a", "b"])):
+        with pytest.raises(ValueError, match=r"for the address of ranks \[0.*\], which only .* rank 1 .*; pass host="):
+            check_reachable(addresses, machines, [0, 1])
+
+
+def test_loopback_addresses_on_several_machines_are_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
+
+    def body(group: dist.ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=r"which only their own machine reaches"):
+            opened(group, host="127.0.0.1")
+
+    run_ranks(2, body)
+
+
+def test_a_socket_is_closed_in_its_own_thread() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        datagrams, done = opened(group), threading.Event()
+
+        def handle(*_: object) -> None:
+            datagrams.close()
+            done.set()
+
+        if group.rank() == 0:
+            datagrams.listen(handle)
+            assert done.wait(20)
+            assert datagrams.error is None
+        else:
+            datagrams.send(0, Datagram(0))
+        dist.barrier(group)
+        datagrams.close()
+
+    run_ranks(2, body)
+    assert_no_gossip_threads()
