@@ -10,6 +10,7 @@ import pandas as pd
 
 from benchmarks.claims.base import Claim
 from benchmarks.record import RESULTS
+from benchmarks.sections import address
 from benchmarks.studies.ends import ends, trainings
 
 BASE = "all-reduce"
@@ -101,7 +102,7 @@ def every_study(tables: Mapping[str, pd.DataFrame]) -> str:
             if not {BASE, "SGP"} <= set(by_method.index):
                 continue
             cells = (
-                *(str(workers), f"[{study.model}]({study.page}.md)", study.optimizer, str(batch)),
+                *(str(workers), f"[{study.model}]({address(study.page)})", study.optimizer, str(batch)),
                 *(f"{workers * steps * batch:,}", str(by_method.loc["SGP", "seeds"])),
                 f"{by_method.loc[BASE, 'accuracy']:.1f}",
                 *(with_spread(by_method.loc[name]) if name in by_method.index else "" for name in SHOWN),

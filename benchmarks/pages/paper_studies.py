@@ -8,7 +8,7 @@ import pandas as pd
 
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.headline import EXACT
-from benchmarks.pages.image_studies import ENDS, SETUP, beside, ends_of_all, of
+from benchmarks.pages.image_studies import ENDS, SETUP, ends_of_all, of
 from benchmarks.pages.study_tables import has, has_trainings, study_page
 from benchmarks.record import RESULTS, rows_of
 from benchmarks.studies.ends import ends, trainings
@@ -33,10 +33,8 @@ def ablations_said(rows: pd.DataFrame) -> str:
     for name, own in (("drawn digits", rows), ("CIFAR-10", rows_of(IMAGES))):
         found = ablation_ends(own)
         fixed, none = (of(found, method)["gap"] for method in (f"fixed groups of {SIZE}", "no groups"))
-        best = f"changing groups of {SIZE}"
-        texts.append(f"on {name} fixed groups end {beside(fixed, best)}, and no groups {beside(none, best)}")
-    text = "; ".join(texts)
-    return f"**{text[0].upper()}{text[1:]}.**"
+        texts.append(f"{fixed:+.2f} and {none:+.2f} on {name}")
+    return f"**Points below changing groups of {SIZE}: fixed groups and no groups {', '.join(texts)}.**"
 
 
 def ablations_summary(rows: pd.DataFrame) -> str:

@@ -10,7 +10,7 @@ from benchmarks.claims.images import gaps, with_spread
 from benchmarks.pages.base import QUESTIONS, Page
 from benchmarks.pages.image_studies import ends_of_all
 from benchmarks.pages.markdown import table
-from benchmarks.pages.study_tables import study_page, together, trainings
+from benchmarks.pages.study_tables import study_page, trainings
 from benchmarks.studies.resnet import BATCH_SIZE, METHODS, RESNET, STEPS_PER_EPOCH, WORKERS
 
 NEEDED = {"all-reduce", "SGP"}
@@ -33,12 +33,6 @@ def epochs_in_words(epochs: int) -> str:
     return f"{epochs} epoch{'s' if epochs > 1 else ''}"
 
 
-def in_words(method: str) -> str:
-    """Return "MATCHA (budget 0.5)" for "MATCHA, budget 0.5": a list in words separates its entries by commas."""
-    name, _, setting = method.partition(", ")
-    return f"{name} ({setting})" if setting else name
-
-
 def said(rows: pd.DataFrame) -> str:
     """Return the result of the longest trainings in words, and the measurements that are missing."""
     done = after_epochs(rows)
@@ -52,11 +46,10 @@ def said(rows: pd.DataFrame) -> str:
     )
     missing = []
     for each in sorted({steps // STEPS_PER_EPOCH for _, steps, _ in STUDY.cells}):
-        left = [in_words(name) for name in METHODS if each not in done or name not in done[each].index]
+        left = [name for name in METHODS if each not in done or name not in done[each].index]
         if left:
-            names = "all methods" if len(left) == len(METHODS) else together(left)
-            missing.append(f"{names} after {epochs_in_words(each)}")
-    return f"{text} Not measured yet: {'; '.join(missing)}." if missing else text
+            missing.append(f"{'all' if len(left) == len(METHODS) else len(left)} after {epochs_in_words(each)}")
+    return f"{text} Methods not measured yet: {', '.join(missing)}." if missing else text
 
 
 def summary(rows: pd.DataFrame) -> str:
@@ -78,10 +71,9 @@ SETUP = f"""\
 This is [a study in the Lab](index.md#studies-in-the-lab) with ResNet-20 (He et al. 2016, arXiv 1512.03385), 269,722
 parameters with batch normalisation. It learns 45,000 images of CIFAR-10 from JPEG copies, cropped with a margin of 4
 pixels and mirrored at random, by SGD with momentum 0.9 and weight decay 1e-4, with forwards in `torch.autocast` with
-bfloat16. The workers, {WORKERS}, have {BATCH_SIZE}
-images each in a step, and together read each image once in an epoch. MATCHA and PowerGossip have a ring. No rate was
-tuned: all methods have the paper's, 0.1 for 128 images. `--device cuda` trains on a GPU. [All studies of
-images](worker_numbers.md#images) explain the columns."""
+bfloat16. The workers, {WORKERS}, have {BATCH_SIZE} images each in a step, and together read each image once in an
+epoch. MATCHA and PowerGossip have a ring. No rate was tuned: all methods have the paper's, 0.1 for 128 images.
+`--device cuda` trains on a GPU."""
 
 
 def pages() -> Mapping[str, Page]:

@@ -70,16 +70,9 @@ def heard(rows: pd.DataFrame) -> str:
 def costs(rows: pd.DataFrame) -> str:
     """Return the cost of key and TLS in words; empty without rows."""
     found = rows[rows["port"] == COST]
-    texts = [
-        f"{row['ratio']:.3f} times as long with {guard_of(row)} ({row['job']}, {row['steps']:,.0f} steps)"
-        for _, row in found.iterrows()
-    ]
-    said = f"Without an attack the median step takes {', '.join(texts)} as in a job without, which trains side by side."
-    return (
-        f"{said} A membership uses its key when workers connect and meet in the store, dpwa in each fetch."
-        if texts
-        else ""
-    )
+    texts = [f"{row['ratio']:.3f} ({row['job']}, {guard_of(row)})" for _, row in found.iterrows()]
+    said = f"Without an attack the median step takes {', '.join(texts)} times as long as in a job beside it without."
+    return said if texts else ""
 
 
 def shown(rows: pd.DataFrame) -> str:

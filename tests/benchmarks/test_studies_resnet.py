@@ -156,18 +156,17 @@ def test_the_page_has_the_longest_trainings_and_what_is_missing() -> None:
     rows = rows_of(short)
     assert resnet_study.after_epochs(rows_of({("all-reduce", 10, 1): 50.0})) == {}
     assert resnet_study.said(rows) == (
-        "**After 10 epochs, SGP ends 2.5 points below all-reduce, which reaches 50.0 % (1 seed).** Not measured yet: "
-        "SGP (2 peers), MATCHA (budget 0.5), PowerGossip (rank 1) and AD-PSGD after 10 epochs; "
-        "all methods after 30 epochs."
+        "**After 10 epochs, SGP ends 2.5 points below all-reduce, which reaches 50.0 % (1 seed).** Methods not "
+        "measured yet: 4 after 10 epochs, all after 30 epochs."
     )
     assert resnet_study.summary(rows).splitlines()[-1] == "| Overlap SGP | 47.0 | +3.0 | 1 |"
     long = {(name, 30, seed): 9.0 + seed for name in resnet.METHODS for seed in (1, 2)}
     rows = rows_of({**short, **long, ("SGP", 30, 1): 9.5})
     text = resnet_study.said(rows)
     assert text.startswith(
-        "**After 30 epochs, SGP ends 0.2 points above all-reduce, which reaches 89.5 % (2 seeds).** Not measured yet: "
+        "**After 30 epochs, SGP ends 0.2 points above all-reduce, which reaches 89.5 % (2 seeds).** Methods not "
     )
-    assert text.endswith("AD-PSGD after 10 epochs.")
+    assert text.endswith("yet: 4 after 10 epochs.")
     assert "| SGP | 47.5 | +2.5 | 1 | 89.8 | -0.2 (-0.5 to +0.0) | 2 |" in resnet_study.summary(rows)
     assert sum(len(resnet.RESNET["resnet"].methods(n)) for n, *_ in resnet.RESNET["resnet"].cells) == 21
     assert resnet_study.PLANNED == 21
