@@ -141,11 +141,6 @@ class InMembership(Wrapped):
         next(self._steps)
         super().step(loss)
 
-    def close(self) -> None:
-        """Leave the job; the store lives until all have left."""
-        super().close()
-        dist.barrier()
-
 
 CONTENDERS: Mapping[str, Callable[[nn.Module], PlainLoop]] = {
     "local": PlainLoop,
