@@ -159,7 +159,7 @@ def test_a_host_is_that_of_heartbeats_and_links(monkeypatch: pytest.MonkeyPatch)
     assert member.worker.liveness is not None
     assert (set(asked), member.worker.liveness.contact.address[0]) == ({"127.0.0.1"}, "127.0.0.1")
     wrapper.close()
-    with pytest.raises(ValueError, match=r"got host='192.0.2.1', which is no address of this machine"):
+    with pytest.raises(ValueError, match=r"got host='192.0.2.1', which is no IPv4 address of this machine"):
         member_of(dist.HashStore(), min_workers=1, host="192.0.2.1")
 
 
