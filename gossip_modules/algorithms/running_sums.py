@@ -156,8 +156,8 @@ class RunningSums(Mixer):
     """Push-sum with running sums in datagrams, for links that lose messages; no rank waits, and nothing is resent.
 
     TCP resends what a link has lost, and holds back all that comes after it: on a link with 20 % loss a step of SGP
-    waits for seconds. Here a rank sends what it has given to a peer in all, instead of the last share. A message that
-    comes makes up for all lost ones before it. Round t of rank i, for its out-peers j and in-peers h:
+    waits for seconds. Here a message has the sum of all shares for the peer so far, in place of the last share. So each
+    message that arrives makes up for all lost ones before it. Round t of rank i, for its out-peers j and in-peers h:
 
         v       = P_ji(t) w_i                               # `Chunks.give`
         sigma_j <- sigma_j + (v z_i, v),  w_i <- w_i - v    # sums of all shares for j so far

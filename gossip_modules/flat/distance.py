@@ -40,7 +40,7 @@ def distance(xs: Sequence[Tensor], ys: Sequence[Tensor], *, scale: float = 1.0) 
 
 
 def check_bound(max_relative_distance: float | None) -> float | None:
-    """Return the bound; raise ValueError for one that is not positive. None: there is none."""
+    """Return the bound, or None for no bound; raise ValueError for a bound that is not positive."""
     if max_relative_distance is not None and not (is_number(max_relative_distance) and max_relative_distance > 0):
         raise ValueError(
             f"got max_relative_distance={max_relative_distance!r}, expected a positive number, in units of the norm of "

@@ -85,7 +85,9 @@ class Mixer(State, ABC):
         """Raise ValueError where the options of a wrapper do not suit this mixer. This default takes all of them.
 
         Args:
-            schedule, overlap, nprocs_per_node: see `GossipDataParallel`.
+            schedule: the steps with a round, and the rounds that are exact averages.
+            overlap: whether rounds run during training; "auto": ranks choose.
+            nprocs_per_node: the number of processes that hold one model.
             is_sharded: whether several processes hold the shards of a model.
             has_membership: whether workers may die and join.
         """

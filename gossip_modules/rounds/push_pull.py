@@ -17,6 +17,7 @@ from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager, MixingWeights, knows_period
 from ..old_names import takes_old_arguments
+from ..schedule import Schedule
 from ..state import transient
 from ..transport.base import Pending, Transport
 from ..transport.exchange import Messages
@@ -134,6 +135,31 @@ class PushPull(Mixer):
                 "use push_sum=True, or MetropolisHastingsMixing on an undirected graph"
             )
         self.check_refusals(mixing)
+
+    def check_options(
+        self,
+        schedule: Schedule,
+        *,
+        overlap: bool | str = False,
+        nprocs_per_node: int = 1,
+        is_sharded: bool = False,
+        has_membership: bool = False,
+    ) -> None:
+        """See `Mixer`."""
+        if self.bound is None:
+            return
+        given = f"max_relative_distance={self.bound.limit:g}"
+        if schedule.average_every or schedule.average_until:
+            raise ValueError(
+                f"got {given} with {schedule}, expected a schedule without exact averages: a sum over all ranks has no "
+                "sender, so no rank can refuse a model in it; leave one of them out"
+            )
+        if nprocs_per_node != 1 or is_sharded:
+            raise ValueError(
+                f"got {given} for a model that several processes hold in shards (nprocs_per_node={nprocs_per_node}, or "
+                "fully_shard), expected a whole model in each: the bound is on the norm over all parameters; leave it "
+                "out, or pass a membership, whose nodes gossip with one process"
+            )
 
     def check_refusals(self, mixing: MixingManager) -> None:
         """Raise ValueError where weights in place of refused messages would grow from round to round.

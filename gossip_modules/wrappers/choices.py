@@ -222,19 +222,6 @@ class Choices:
                 f"got {', '.join(given)} with {self.schedule}, expected none: each round of this schedule is an exact "
                 "average, so that ranks never gossip; leave them out"
             )
-        if self.max_relative_distance is not None and (self.schedule.average_every or self.schedule.average_until):
-            raise ValueError(
-                f"got max_relative_distance={self.max_relative_distance} with {self.schedule}, expected a schedule "
-                "without exact averages: a sum over all ranks has no sender, so no rank can refuse a model in it; "
-                "leave one of them out"
-            )
-        if self.max_relative_distance is not None and (nprocs_per_node != 1 or is_sharded):
-            raise ValueError(
-                f"got max_relative_distance={self.max_relative_distance} for a model that several processes hold in "
-                f"shards (nprocs_per_node={nprocs_per_node}, or fully_shard), expected a whole model in each: the "
-                "bound is on the norm over all parameters; leave it out, or pass a membership, whose nodes gossip with "
-                "one process"
-            )
         for part in self._parts if nprocs_per_node != 1 or is_sharded else ():
             part.check_shards(nprocs_per_node)
         if self._parts and getattr(self._parts[0], "delay", 0) == "auto" and (nprocs_per_node != 1 or is_sharded):
@@ -246,10 +233,9 @@ class Choices:
         if isinstance(self.algorithm, Algorithm):
             self.algorithm.check_schedule(self.schedule)
             self.algorithm.check_overlap(overlap, self.schedule)
-        if isinstance(self.algorithm, Mixer):
-            self.algorithm.check_options(
-                self.schedule, overlap=overlap, nprocs_per_node=nprocs_per_node, is_sharded=is_sharded
-            )
+        self.mixer().check_options(
+            self.schedule, overlap=overlap, nprocs_per_node=nprocs_per_node, is_sharded=is_sharded
+        )
         if self._parts:
             self._check_algorithm(self._parts[0], init_sync=init_sync, nprocs_per_node=nprocs_per_node)
 

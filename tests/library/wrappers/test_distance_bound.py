@@ -237,9 +237,20 @@ def test_refusals(options: dict[str, Any], error: str) -> None:
         GossipDataParallel(nn.Linear(2, 1), process_group=solo_group(), max_relative_distance=0.5, **options)
 
 
-def test_a_model_in_shards_has_no_bound() -> None:
+@pytest.mark.parametrize("settings", [{"average_every": 3}, {"average_until": 3}])
+def test_a_mixer_with_a_bound_refuses_exact_averages(settings: dict[str, Any]) -> None:
+    mixer, schedule = PushSum(max_relative_distance=0.5), Schedule(**settings)
+    with pytest.raises(ValueError, match=r"got max_relative_distance=0.5 with Schedule\(.*has no sender"):
+        GossipDataParallel(nn.Linear(2, 1), process_group=solo_group(), algorithm=mixer, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "choices", [Choices(max_relative_distance=0.5), Choices(algorithm=PushSum(max_relative_distance=0.5))]
+)
+@pytest.mark.parametrize("place", [{"nprocs_per_node": 2}, {"nprocs_per_node": 1, "is_sharded": True}])
+def test_a_model_in_shards_has_no_bound(choices: Choices, place: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"got max_relative_distance=0.5 for a model that several processes hold"):
-        Choices(max_relative_distance=0.5).check(overlap=False, init_sync=True, nprocs_per_node=2)
+        choices.check(overlap=False, init_sync=True, **place)
 
 
 def test_weights_in_place_of_refused_messages_must_not_grow() -> None:
