@@ -94,7 +94,7 @@ class FailureNotes:
 
     def leave_for(self, error: BaseException) -> None:
         """`leave` for an error that nothing has caught, the cause itself unless this rank has blamed others before."""
-        self.leave({}, _reason(error), is_cause=True)
+        self.leave({}, reason_of(error), is_cause=True)
 
     def leave(self, blamed: Mapping[int, str], what: str, *, is_cause: bool = False) -> None:
         """Write the reason of this rank's failure, once: later errors follow from it. See `Note`."""
@@ -183,7 +183,8 @@ _of_job: weakref.WeakSet[FailureNotes] = weakref.WeakSet()
 forget_in_children(_of_job)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Return the end of a sentence about the rank that the error has ended."""
     if isinstance(error, KeyboardInterrupt):
         return "was interrupted (KeyboardInterrupt)"
     return f"failed: {type(error).__name__}: {error}"
@@ -195,4 +196,4 @@ def _leave_last_note() -> None:
     error = getattr(sys, "last_value", None)
     notes = next(iter(_of_job), None)
     if notes is not None:
-        notes.leave({}, _END if error is None else _reason(error), is_cause=True)
+        notes.leave({}, _END if error is None else reason_of(error), is_cause=True)

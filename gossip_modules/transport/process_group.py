@@ -19,7 +19,7 @@ from .barrier import Attendance, NotMet, meet, meet_in_turns
 from .change_board import ChangeBoard
 from .deadline import AT_ONCE, Deadline
 from .exchange import LATE, ROUND_BITS, SIZE_BITS, PointToPoint, Staging, fail
-from .failure_notes import GONE, MAYBE_BEHIND, MAYBE_CLOSED, SILENT, FailureNotes, describe
+from .failure_notes import GONE, MAYBE_BEHIND, MAYBE_CLOSED, SILENT, FailureNotes, describe, reason_of
 from .shared_group import CAN_RELEASE, CHANNEL_BITS, Use
 from .stores import BoundedStore, Records, store_of
 from .traffic import down_tree, on_ring
@@ -103,6 +103,7 @@ class ProcessGroupTransport(PointToPoint):
         self._group: dist.ProcessGroup | None = group
         self._num_collective_bytes = 0
         self.notes, self._key = notes, key
+        self._reason = ""  # why this rank has left the others, if it has
         self._deadline: Deadline | None = None
         self._is_whole = self.use.shared.peers is None  # connected with all ranks
         connected = range(self.world_size) if self._is_whole else sorted(self.use.shared.peers or ())
@@ -432,6 +433,7 @@ class ProcessGroupTransport(PointToPoint):
 
     def end_by(self, error: BaseException) -> None:
         """See `Leaver`: the ranks of the job find the reason in the notes, and closed connections."""
+        self._reason = reason_of(error)
         if self.notes is not None:
             self.notes.leave_for(error)
         self.close_connections()
@@ -484,6 +486,9 @@ class ProcessGroupTransport(PointToPoint):
             ValueError: ranks exchange other tensors; see `ChangeBoard`.
         """
         timeout = timeout or self.timeout
+        if self._reason:  # a peer is not to blame for the connections that this rank has closed
+            note += f": this rank {self._reason}, and has left the others"
+            fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout, note=note)
         if self.board is not None:
             self.board.check()
         if blamed is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -67,12 +66,40 @@ def test_the_others_fail_with_the_name_of_the_rank_before_its_process_ends(
             finally:
                 has_failed.set()
             text = str(found.value)
-        with contextlib.suppress(ValueError):  # of this rank, which no call has raised yet
+        try:
             wrapper.close()
+        except ValueError as own:  # of this rank, which no call has raised yet
+            text = text or str(own)
+        except ConnectionError as ended:  # of a round that was in flight
+            text = text or str(ended)
         return text
 
-    text, _ = run_ranks(2, body)
+    text, own = run_ranks(2, body)
+    assert own in ("", "a broken file") or "this rank failed: ValueError: a broken file, and has left the others" in own
     assert "rank 1 failed: ValueError: a broken file" in text or "rank 1 left after an error of its own" in text
+
+
+def test_a_round_in_flight_at_an_error_names_the_error_and_blames_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    has_closed = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> str:
+        wrapper, rank = MAKERS["Overlap SGP"](group), group.rank()
+        if rank == 0:
+            has_closed.wait(TIMEOUT.total_seconds())
+            wrapper.close()
+            return ""
+        train_step(wrapper, sgd(wrapper), rank, 0)  # it starts a round, for which rank 0 sends nothing
+        error = ValueError("a broken file")
+        threading.excepthook(threading.ExceptHookArgs((ValueError, error, None, threading.current_thread())))
+        with pytest.raises(ConnectionError) as found:
+            wrapper.close()
+        has_closed.set()
+        return str(found.value)
+
+    _, text = run_ranks(2, body)
+    assert "this rank failed: ValueError: a broken file, and has left the others" in text
+    assert "gone" not in text
 
 
 class Held:
