@@ -30,7 +30,7 @@ class OwnPace(StepClock):
         published: the models that peers see, [n, d].
     """
 
-    momentum, overlap = None, False
+    momentum, late_buffers = None, None
 
     def __init__(self, compute: Compute, links: WorkerLinks, message: MessageCost) -> None:
         super().__init__(compute, links, message)

@@ -99,7 +99,7 @@ class LabTraining:
             z = driver.estimates(x)
             if not is_whole:
                 models.x[workers] = x
-            models.mix_buffers(exchanges, workers, is_late=driver.overlap)
+            models.mix_buffers(exchanges, workers, late=driver.late_buffers)
             if self.step and (momentum := driver.momentum) is not None:
                 models.set_momentum(momentum, workers)
             yield z
@@ -132,7 +132,7 @@ class LabTraining:
         x = self.models.x[workers]
         driver.settle(x)
         self.models.x[workers] = x
-        self.models.mix_buffers((), workers)
+        self.models.settle_buffers(workers)
         return driver.estimates(x)
 
     @property

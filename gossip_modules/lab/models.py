@@ -22,6 +22,7 @@ from ..flat.slots import Slot, in_order
 from ..optim.mixed_momentum import MixedMomentum, buffer_name, keep_moments_in, probe_name
 from ..rounds.requests import SGDStep
 from ..rounds.rows import Indices
+from ..rounds.stacked import LateBuffers
 from .clock import Exchanges
 from .tasks import LabTask, seed_of
 
@@ -130,7 +131,8 @@ class Models:
         self.x = start.repeat(num_workers, 1)
         self.buffers = {name: torch.stack([b.detach()] * num_workers) for name, b in self.module.named_buffers()}
         self.mixed = list(Selection().averaged(self.module))
-        self._late: dict[str, tuple[Tensor, Tensor]] = {}  # of buffers in flight: the weight of the own ones, the rest
+        # Of buffers in flight: the number of steps that are left, the weight of the own ones, and the rest.
+        self._late: dict[str, tuple[int, Tensor, Tensor]] = {}
         self.losses = start.new_full((num_workers,), float("nan"))
         self._is_used: list[bool] = []  # of the parameters, from the first step on if steps are compiled
         task.start(self.x)
@@ -266,32 +268,56 @@ class Models:
                 if isinstance(rows, Tensor) and rows.dim():
                     rows[worker] = rows[donor]
 
-    def mix_buffers(self, exchanges: Exchanges, workers: Indices, *, is_late: bool = False) -> None:
-        """Mix the buffers of these workers in the rounds of their models.
+    def mix_buffers(self, exchanges: Exchanges, workers: Indices, *, late: LateBuffers | None = None) -> None:
+        """Mix the buffers of these workers in the rounds of their models, once per step.
 
         Args:
             exchanges: the communication of a step.
             workers: the rows that take part, int64.
-            is_late: whether it takes effect at the next call: see [Note: late buffers] of `Overlap`.
+            late: the arrival of the buffers; None: now.
         """
-        late, self._late = self._late, {}
-        if len(workers) < 2 or not (exchanges or late):
+        self._land_buffers(workers)
+        if len(workers) < 2 or not exchanges:
             return
         chosen = torch.from_numpy(workers)
         for names, takes_code in self._mixed_together:
-            buffers = [self.buffers[name] for name in names]
-            own = torch.cat([buffer[chosen].flatten(1) for buffer in buffers], 1)
-            if names[0] in late:
-                kept, rest = late[names[0]]
-                own = kept * own + rest
+            own = self._stacked_buffers(names, chosen)
             mixed, kept = own, own.new_ones((len(own), 1))
             for each in exchanges:
                 mixed, kept = each.mix_buffers(mixed, kept, takes_code=takes_code)
-            if is_late and exchanges:
-                self._late[names[0]], mixed = (kept, mixed - kept * own), own
-            parts = mixed.split([buffer[0].numel() for buffer in buffers], 1)
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer[chosen] = part.view(-1, *buffer.shape[1:])
+            if late is None:
+                self._write_buffers(names, chosen, mixed)
+            else:
+                self._late[names[0]] = (late.num_steps, *late.split(mixed, own, kept))
+
+    def settle_buffers(self, workers: Indices) -> None:
+        """Let the buffers in flight arrive now.
+
+        Args:
+            workers: the rows that took part, int64.
+        """
+        self._late = {name: (1, kept, rest) for name, (_, kept, rest) in self._late.items()}
+        self._land_buffers(workers)
+
+    def _land_buffers(self, workers: Indices) -> None:
+        """Let the buffers that are due arrive, at a step."""
+        chosen, late, self._late = torch.from_numpy(workers), self._late, {}
+        for names, _ in self._mixed_together if late else ():
+            left, kept, rest = late[names[0]]
+            if left > 1:
+                self._late[names[0]] = (left - 1, kept, rest)
+            else:
+                self._write_buffers(names, chosen, kept * self._stacked_buffers(names, chosen) + rest)
+
+    def _stacked_buffers(self, names: Sequence[str], chosen: Tensor) -> Tensor:
+        """Return the buffers with these names as columns, [n, m]."""
+        return torch.cat([self.buffers[name][chosen].flatten(1) for name in names], 1)
+
+    def _write_buffers(self, names: Sequence[str], chosen: Tensor, columns: Tensor) -> None:
+        """Write the columns of `_stacked_buffers` back."""
+        parts = columns.split([self.buffers[name][0].numel() for name in names], 1)
+        for name, part in zip(names, parts, strict=True):
+            self.buffers[name][chosen] = part.view(-1, *self.buffers[name].shape[1:])
 
     def step(
         self, z: Tensor, k: int, workers: Indices, *, averages: bool = False, narrow: torch.dtype | None = None

@@ -316,11 +316,11 @@ class LabPlan:
         """Raise ValueError where the Lab does not mix buffers as ranks do."""
         if isinstance(driver, Stacked):
             check_momentum(driver.algorithm, models.module)
-            if not (driver.fragments or isinstance(driver.algorithm.parts[-1], RelaySGD)):
+            if not (len(driver.fragments) > 1 or isinstance(driver.algorithm.parts[-1], RelaySGD)):
                 return
         raise ValueError(
             f"got a model with a MixedMomentum and {self.method.title} in the Lab, expected a method whose workers "
-            "step together, without fragments, a delay or trees; take SGP, Overlap SGP or LocalSGD, or leave it out"
+            "step together, without fragments or trees; take SGP, Overlap SGP or LocalSGD, or leave it out"
         )
 
 

@@ -72,6 +72,32 @@ class Answered(NamedTuple):
         return rows.mix(b) if sent is b else b + rows.mix(sent).sub_(sent), kept * column(rows.own, b)
 
 
+class LateBuffers(NamedTuple):
+    """The arrival of buffers at the end of a round that runs under training.
+
+    Attributes:
+        num_steps: the number of steps from the beginning of a round to its end.
+        kept: alpha, the weight of the own buffers: see [Note: Late arrival] of `Periodic`; None: their weight in the
+            round, see [Note: late buffers] of `Overlap`.
+        is_blended: whether b <- alpha b + (1 - alpha) mixed; else b <- mixed + alpha (b - sent).
+    """
+
+    num_steps: int
+    kept: float | None = None
+    is_blended: bool = False
+
+    def split(self, mixed: Tensor, sent: Tensor, own_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factor of the own buffers at the end of the round, and the term to add.
+
+        Args:
+            mixed: the buffers after the communication of the round, [n, m].
+            sent: the buffers before it, [n, m].
+            own_weight: the weight of each rank for its own buffers in the round, [n, 1].
+        """
+        kept = own_weight if self.kept is None else torch.full_like(own_weight, self.kept)
+        return kept, mixed * (1 - kept) if self.is_blended else mixed - kept * sent
+
+
 class StackedRound(NamedTuple):
     """A round of all ranks that has yielded its first requests: its generators, their arguments, and the replies."""
 
@@ -219,6 +245,17 @@ class Stacked:
         """The momentum of SGD after the last round, [n, d]; None: the algorithm does not change it."""
         memory = self.memories[0]
         return memory.momentum.parts[0] if self.algorithm.needs_sgd and memory.num_rounds else None
+
+    @property
+    def late_buffers(self) -> LateBuffers | None:
+        """The arrival of the buffers of a round; None: they arrive in the step in which it begins."""
+        if self.overlap:
+            return LateBuffers(1)
+        if len(self.fragments) != 1 or self.times is None or not self.times.delay:
+            return None
+        if self.times.keeps_sent:
+            return LateBuffers(int(self.times.delay), 1.0)
+        return LateBuffers(int(self.times.delay), self.times.kept, is_blended=True)
 
     # A step.
 

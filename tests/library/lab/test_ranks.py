@@ -208,7 +208,7 @@ def with_moments() -> nn.Module:
 
 REFUSED = {
     **dict.fromkeys(("qgdsgdm", "decentlam"), "its rounds compute the momentum of SGD"),
-    **dict.fromkeys(("streamingdiloco", "eagerdiloco", "relaysgd"), "without fragments, a delay or trees"),
+    **dict.fromkeys(("streamingdiloco", "relaysgd"), "without fragments or trees"),
     **dict.fromkeys(sorted(set(METHODS) - set(LOCKSTEP)), "expected a method whose workers step together"),
 }
 EXACT: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in LOCKSTEP if name not in REFUSED]
@@ -219,12 +219,35 @@ ROUNDED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+LATE: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"delay": delay}) for name in LOCKSTEP if name not in REFUSED and takes_delay(name) for delay in (1, 2)),
+    ("noloco", {"delay": 1, "own_weight": 0.25}),
+    ("diloco", {"delay": 2, "arrival": "carry"}),
+    ("diloco", {"delay": 1, "arrival": "adaptive"}),
+    ("diloco", {**CODED, "delay": 2, "arrival": "carry"}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), LATE)
+def test_moments_arrive_with_a_delay_as_by_ranks(
+    name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_numbers = settings.get("arrival") == "adaptive"  # the norms and cosines of drifts, which the Lab does not count
+    check_moments(name, chosen(name, **settings), monkeypatch, uncounted=64 if has_numbers else 0)
+
+
 @pytest.mark.parametrize(("name", "options"), [*EXACT, *ROUNDED, ("diloco", CODED)])
 def test_moments_are_mixed_and_bytes_are_counted_as_by_ranks(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, recipe = replace(task(0.9), model=with_moments), chosen(name, **(options if options is CODED else {}))
-    options = {} if options is CODED else options
+    is_coded = options is CODED
+    check_moments(name, chosen(name, **(options if is_coded else {})), monkeypatch, **({} if is_coded else options))
+
+
+def check_moments(
+    name: str, recipe: Chosen, monkeypatch: pytest.MonkeyPatch, *, uncounted: int = 0, **options: Any
+) -> None:
+    own = replace(task(0.9), model=with_moments)
     plan = replace(LabPlan.of(name, **options), chosen=recipe, is_text=False)
     training = LabTraining(plan, Setting(N, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
     begin = {n.removeprefix("model."): p.detach().clone() for n, p in training.models.module.named_parameters()}
@@ -237,7 +260,7 @@ def test_moments_are_mixed_and_bytes_are_counted_as_by_ranks(
     torch.testing.assert_close(z, found.x, rtol=0, atol=1e-6)
     torch.testing.assert_close(moments, found.moments, rtol=0, atol=1e-6)
     # A rank of all-reduce averages once more, in the forward after the last step; in the Lab it does not.
-    sent = found.sent_bytes * (STEPS / (STEPS + 1) if name == "ar" else 1)
+    sent = (found.sent_bytes - uncounted) * (STEPS / (STEPS + 1) if name == "ar" else 1)
     assert training.sent_bytes == pytest.approx(sent, rel=1e-4), "the Lab does not round bytes of all-reduce"
 
 
