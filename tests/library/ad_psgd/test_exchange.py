@@ -26,7 +26,10 @@ STEP = 7
 
 
 class Rank:
-    """The exchanges of one rank: x = [start] * 4, y open for peers. Rank 0 is passive, the others are active."""
+    """The exchanges of one rank: x = [start] * 4, y open for peers. Rank 0 is passive, the others are active.
+
+    Rank 0 answers from here on. Where a test prepares it first, the others ask after a barrier.
+    """
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ def test_the_weight_of_the_active_rank_is_sent_exactly() -> None:
 
 def test_corrections_are_added_to_the_present_model() -> None:
     """The sum is kept although both ends take steps between snapshot and delivery."""
+    are_ready = threading.Barrier(2)
 
     def body(group: dist.ProcessGroup) -> float:
         me = Rank(group, start=8.0 * group.rank())
@@ -112,6 +116,7 @@ def test_corrections_are_added_to_the_present_model() -> None:
             deliver(correction, **how)
 
         me.shared.deliver = train_then_deliver  # type: ignore[method-assign]
+        are_ready.wait(PATIENCE)
         if group.rank() == 1:
             me.ask(0)
         me.wait_for(lambda: me.shared.has_pending)
@@ -139,12 +144,13 @@ def test_a_passive_rank_answers_several_ranks_until_all_have_shut_down() -> None
 
 
 def test_a_rank_that_closes_says_so_and_keeps_its_model() -> None:
-    is_asked = threading.Event()
+    are_ready, is_asked = threading.Barrier(2), threading.Event()
 
     def body(group: dist.ProcessGroup) -> float:
         me = Rank(group, start=8.0 * group.rank())
+        me.bilateral.is_closing = group.rank() == 0
+        are_ready.wait(PATIENCE)
         if group.rank() == 0:
-            me.bilateral.is_closing = True
             assert is_asked.wait(PATIENCE)
         else:
             for _ in range(2):
@@ -245,11 +251,12 @@ def test_an_active_rank_that_asks_and_sends_nothing_is_named() -> None:
 
 def test_training_waits_for_the_exchange_under_way() -> None:
     """Nothing of it can be delivered after `wait` has returned."""
-    is_serving = threading.Event()
+    are_ready, is_serving = threading.Barrier(2), threading.Event()
 
     def body(group: dist.ProcessGroup) -> float:
         me = Rank(group, start=8.0 * group.rank())
         if group.rank() == 1:
+            are_ready.wait(PATIENCE)
             me.ask(0)
             me.close()
             return me.value()
@@ -260,6 +267,7 @@ def test_training_waits_for_the_exchange_under_way() -> None:
             deliver(correction, **how)
 
         me.shared.deliver = late  # type: ignore[method-assign]
+        are_ready.wait(PATIENCE)
         assert is_serving.wait(PATIENCE)
         assert me.bilateral.wait(PATIENCE)
         value = me.value()
