@@ -112,7 +112,8 @@ class ProcessGroupTransport(PointToPoint):
         if notes is not None and self.world_size > _FEW:
             store = store_of(group, f"gossip_barriers/{self.use.number}")
             self._attendance = None if store is None else Attendance(store, self.rank)
-        # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed.
+        # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed. Its
+        # listener may be at another transport over the group; the engine tells the others of an error in the context.
         self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = unwatched
         if notes is not None:
             leave_at_error(self)
@@ -499,7 +500,8 @@ class ProcessGroupTransport(PointToPoint):
                 note += f", connections to ranks {sorted(self.names[peer] for peer in closed)} are closed"
         if self.notes is not None:
             self.notes.leave(blamed, what)
-        if is_collective and not self.has_listener:  # else `Liveness` tells the others the cause before it closes them
+        # Beside a listener, or inside `watch`, `Liveness` tells the others the cause before it closes the connections.
+        if is_collective and not self.has_listener and self.watch is unwatched:
             self.close_connections()
         if self.notes is not None:
             cause = self.notes.explain(blamed, members=self.names)

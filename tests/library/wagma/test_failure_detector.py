@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from gossip_modules import GroupAverageDataParallel
 from gossip_modules.engine.liveness import ControlKind, ControlMessage, FailureReason, Liveness
+from gossip_modules.transport.listener import ConnectionLost, Listener
 from tests.harness.problems import mlp, sgd, train_step
 from tests.harness.processes import run_processes, start_clock
 from tests.harness.ranks import HangUp, assert_no_gossip_threads, run_ranks
@@ -141,6 +142,35 @@ def test_a_rank_that_fails_closes_no_connection_before_its_peers_have_read_the_c
     monkeypatch.setattr(Liveness, "_handle", handle_late)
     run_ranks(2, body)
     assert told_at_close == [{0}]
+
+
+def test_a_collective_that_fails_before_the_dead_rank_is_heard_of_blames_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If its rank closed the connections at once, its peers would take that for the death of this rank."""
+    n, victim = 3, 1
+    lost = Listener._lost
+
+    def late(listener: Listener, peer: int, *how: Any) -> ConnectionLost:
+        if peer == victim:
+            time.sleep(0.2)
+        return lost(listener, peer, *how)
+
+    def body(group: dist.ProcessGroup) -> str:
+        rank = Rank(group, period=1, timeout=timedelta(seconds=TIMEOUT))  # each round is a collective
+        rank.round()
+        together.wait(PATIENCE)
+        if group.rank() == victim:
+            die(rank)
+        with pytest.raises(ConnectionError) as caught:
+            go_on(rank)
+        rank.engine.close()
+        return str(caught.value)
+
+    together = threading.Barrier(n)
+    monkeypatch.setattr(Listener, "_lost", late)
+    for message in run_ranks(n, body):
+        assert re.search(rf"^rank \d: in round \d+, rank {victim} died", message), message
 
 
 def test_a_rank_that_answers_nothing_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
