@@ -27,9 +27,15 @@ FORM = Generations._form
 
 
 def exclude(stopped: Worker, others: list[Worker]) -> None:
-    """As if it had been silent for so long that the others go on without it."""
+    """As if it had been silent for so long that the others go on without it.
+
+    It has reached a listener before: a worker that never has joins again at once, as `LocalWorker._seek` says.
+    """
+    assert stopped.membership is not None
+    liveness = stopped.membership.worker.liveness
+    assert liveness is not None
+    stopped.job.until(lambda: liveness.has_met, "it reaches another one")
     for worker in others:
-        assert stopped.membership is not None
         assert worker.membership is not None
         worker.membership.worker.generations.on_silent(stopped.membership.id, 9.0)
 
