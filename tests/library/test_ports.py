@@ -19,8 +19,9 @@ from gossip_modules.membership.serve import serve
 from gossip_modules.transport.job_key import VARIABLE
 from tests.harness.pages import ROOT
 from tests.library.dpwa.workers import num_descriptors, wait_for
-from tests.library.membership.test_membership import Job, model_of
+from tests.library.membership.test_membership import Job, _no_thread_stays, close, model_of
 
+__all__ = ["_no_thread_stays"]
 PAGE = (ROOT / "docs" / "guides" / "security.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r'^\| <a id="port-(\w+)"></a>[^|]*\| `([\w/]+\.py)`', PAGE, flags=re.MULTILINE))
 OPENS = re.compile(
@@ -63,7 +64,7 @@ def test_a_job_listens_at_the_ports_of_the_table_only() -> None:
     found = ports() - before
     liveness = {worker.membership.worker.liveness.contact.address[1] for worker in workers}  # type: ignore[union-attr]
     gloo = found - liveness - {store.port}
-    job.end()
+    close(job.end())
     assert {store.port} | liveness <= found
     assert [len(liveness), len(gloo)] == [2, 2]
     assert {"store", "liveness", "gloo"} <= ROWS.keys()
@@ -91,13 +92,13 @@ def test_recorded_and_altered_messages_change_nothing(key: str | None, monkeypat
         for _ in at_store_values(attacked, reports, 200, draw):
             pass
     job.until_live(workers)
-    job.end()
+    job.until(lambda: num_descriptors() <= before, "the connections of strangers are closed")
+    close(job.end())  # else its threads would open descriptors in later tests, which count all of the process
     assert [worker.members for worker in workers] == [members] * 2
     assert [worker.error for worker in workers] == [None] * 2
     for worker in workers:  # the learning rate is 0, and the mean of two equal models has their bits
         for own, first in zip(worker.model.parameters(), model_of().parameters(), strict=True):
             assert torch.equal(own, first)
-    wait_for(lambda: num_descriptors() <= before)
 
 
 def test_the_gloo_of_torch_has_no_tls() -> None:
