@@ -112,8 +112,8 @@ class ProcessGroupTransport(PointToPoint):
         if notes is not None and self.world_size > _FEW:
             store = store_of(group, f"gossip_barriers/{self.use.number}")
             self._attendance = None if store is None else Attendance(store, self.rank)
-        # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed. Its
-        # listener may be at another transport over the group; the engine tells the others of an error in the context.
+        # The context of each collective, by its name. An asynchronous engine ends the wait when any rank has failed and
+        # tells the others of an error in the context; its listener may be at another transport over the group.
         self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = unwatched
         if notes is not None:
             leave_at_error(self)
