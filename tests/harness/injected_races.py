@@ -240,20 +240,25 @@ def snapshot_of(engine: LockstepEngine) -> FlatVector:
 
 
 def merge_without_the_lock(patch: pytest.MonkeyPatch) -> None:
-    """The worker puts the next result in the place of the one that is merged."""
+    """The worker puts the next result in the place of the one that is merged.
+
+    A merge reads its second half once the next result is there, as that of a large model does. So the race shows in
+    each merge during which the next group average ends, however slow the machine makes its threads. One rank merges
+    without such a wait, and others for longer: they reach the next round at different times.
+    """
     seen: dict[GroupResult, int] = {}
 
     def merge_to(result: GroupResult, x: FlatVector, *, weight: float) -> None:
-        slowness = seen.setdefault(result, len(seen))  # the others reach the next round meanwhile
+        slowness = seen.setdefault(result, len(seen))
         newest = result._newest
         assert newest is not None
         result._end()
-        for half in range(2):
-            part, average = halves(x)[half], halves(newest)[half]
+        last = halves(newest)[1][-1:]
+        before, until = float(last), time.monotonic() + slowness
+        for part, average in zip(halves(x), halves(newest), strict=True):
             part.mul_(1 - weight).add_(average, alpha=weight)
             with let_go_of(result._published.lock):
-                until = time.monotonic() + 0.1 * slowness
-                while time.monotonic() < until and any(spare is newest for spare in result._published.spare):
+                while time.monotonic() < until and float(last) == before:
                     linger(1)
                 linger(1)
 
