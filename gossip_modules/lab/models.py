@@ -276,7 +276,7 @@ class Models:
             workers: the rows that take part, int64.
             late: the arrival of the buffers; None: now.
         """
-        self._land_buffers(workers)
+        self._land_buffers(workers, lands_all=bool(exchanges))
         if len(workers) < 2 or not exchanges:
             return
         chosen = torch.from_numpy(workers)
@@ -296,15 +296,14 @@ class Models:
         Args:
             workers: the rows that took part, int64.
         """
-        self._late = {name: (1, kept, rest) for name, (_, kept, rest) in self._late.items()}
-        self._land_buffers(workers)
+        self._land_buffers(workers, lands_all=True)
 
-    def _land_buffers(self, workers: Indices) -> None:
-        """Let the buffers that are due arrive, at a step."""
+    def _land_buffers(self, workers: Indices, *, lands_all: bool) -> None:
+        """Let buffers in flight arrive, those that are due in this step or all."""
         chosen, late, self._late = torch.from_numpy(workers), self._late, {}
         for names, _ in self._mixed_together if late else ():
             left, kept, rest = late[names[0]]
-            if left > 1:
+            if left > 1 and not lands_all:
                 self._late[names[0]] = (left - 1, kept, rest)
             else:
                 self._write_buffers(names, chosen, kept * self._stacked_buffers(names, chosen) + rest)

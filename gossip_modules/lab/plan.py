@@ -38,6 +38,7 @@ from ..rounds.periodic import Periodic
 from ..rounds.rows import Indices, StackedMixing
 from ..rounds.stacked import Stacked
 from ..schedule import Schedule
+from ..wrappers.arguments import check_overlap
 from .asynchronous import Bilateral, Groups, OwnPace, Pull
 from .clock import BucketClock, Compute, MessageCost, Network, OverlapClock, StepClock, WorkerLinks, check
 from .models import Models
@@ -136,7 +137,8 @@ class LabPlan:
         code: the short name of the compressor, if there is one; "": the default of the method.
         peers_per_itr: peers per round, or a schedule of it; None: all neighbours on static graphs, one on others.
         schedule: the steps with gossip and with averages over all.
-        overlap: whether a round takes effect one step later, under the compute.
+        overlap: whether a round takes effect at a later step, under the compute.
+        max_staleness: see `GossipDataParallel`; with overlap. Each round is late by so many steps.
         wire_dtype: torch.bfloat16 or torch.float16 rounds messages of models, as `wire_dtype=` of the wrappers does;
             for D-PSGD, SGP, Overlap SGP and MATCHA. For AllReduce it rounds gradients, as the hooks of
             DistributedDataParallel do. None: they are not rounded.
@@ -157,6 +159,7 @@ class LabPlan:
     peers_per_itr: int | Mapping[int, int] | None = None
     schedule: Schedule = field(default_factory=Schedule)
     overlap: bool = False
+    max_staleness: int = 0
     wire_dtype: torch.dtype | None = None
     is_recipe: bool = True
     is_text: bool = True
@@ -367,6 +370,11 @@ class PlanRun:
                 "Algorithm, or one that is registered with simulate="
             )
         algorithm, overlap = self.made, self.plan.overlap
+        if self.plan.max_staleness:
+            raise ValueError(
+                f"got max_staleness={self.plan.max_staleness} of {self.plan.method.title} in the Lab, expected 0, or "
+                "gossip of whole models: SGP, Overlap SGP, D-PSGD or MATCHA; leave it out"
+            )
         mixing = self.weights(algorithm)
         driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
         takes_schedule = {"gossip_every", "schedule"} & {*self.plan.method.options}
@@ -455,7 +463,8 @@ class PlanRun:
     def gossip(self) -> Running:
         """Return D-PSGD, SGP or Overlap SGP, or MATCHA: gossip of the models themselves."""
         arguments, plan = self.plan.chosen.arguments, self.plan
-        overlap = plan.overlap or bool(arguments.get("overlap"))
+        overlap, schedule = plan.overlap or bool(arguments.get("overlap")), plan.schedule
+        check_overlap(overlap, plan.max_staleness)
         if plan.method.name == "matcha":
             mixing = self.matcha_weights()
         else:
@@ -464,9 +473,13 @@ class PlanRun:
         size = self.model_bytes + self.buffer_bytes
         if plan.wire_dtype is not None:
             message = self.rounded(plan.wire_dtype, size)
-        clock = (OverlapClock if overlap else StepClock)(compute, links, message, model_bytes=size)
-        driver = Stacked(DPSGD(), mixing, overlap=overlap, wire_dtype=plan.wire_dtype)
-        return Running(driver, clock, plan.schedule)
+        clock: StepClock = StepClock(compute, links, message, model_bytes=size)
+        if overlap:
+            late = plan.max_staleness + 1
+            clock = OverlapClock(compute, links, message, model_bytes=size, delay=late)
+            schedule = replace(schedule, gossip_every=max(schedule.gossip_every, late))
+        driver = Stacked(DPSGD(), mixing, overlap=overlap, max_staleness=plan.max_staleness, wire_dtype=plan.wire_dtype)
+        return Running(driver, clock, schedule)
 
     def rounded(self, wire_dtype: torch.dtype, size: float) -> MessageCost:
         """Return the cost of a vector of `size` bytes that is sent in another dtype."""

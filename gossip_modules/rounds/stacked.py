@@ -114,7 +114,8 @@ class Stacked:
     of these peers. So a round is one generator over tensors [n, d]. An algorithm with `takes_rows = False` runs as n
     generators in step, one for each row.
 
-    With overlap a round reads the models of one step, and its correction is added at the next step. The fragments of a
+    With overlap a round reads the models of one step, and its correction is added max_staleness + 1 steps later, or at
+    the next round if that comes before. The fragments of a
     `Periodic` algorithm are equal runs of columns, each with its own memory. A round with a delay ends `delay` steps
     after it began.
 
@@ -122,7 +123,8 @@ class Stacked:
         algorithm: the algorithm.
         mixing: W(t); None: the algorithm only averages over all ranks.
         num_ranks: n; None: the number of ranks of the graph.
-        overlap: whether a round takes effect one step later.
+        overlap: whether a round takes effect at a later step, by default the next one.
+        max_staleness: see `GossipDataParallel`; each round is late by so many steps.
         wire_dtype: torch.bfloat16 or torch.float16 rounds the vectors that are mixed, see [Note: narrow wire] of
             `PushPull`; None: no rounding.
         shapes: the shapes of the tensors of the model, for algorithms that use matrices; None: one vector.
@@ -152,6 +154,7 @@ class Stacked:
         num_ranks: int | None = None,
         *,
         overlap: bool = False,
+        max_staleness: int = 0,
         wire_dtype: torch.dtype | None = None,
         shapes: Sequence[tuple[int, ...]] | None = None,
         is_fragment: bool = False,
@@ -162,7 +165,7 @@ class Stacked:
         algorithm.check_overlap(overlap, Schedule())
         self.mixing = None if mixing is None else StackedMixing(mixing)
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
-        self.overlap = overlap
+        self.overlap, self._num_late = overlap, max_staleness + 1
         self._specs = () if shapes is None else tuple(TensorSpec(tuple(s), name=str(j)) for j, s in enumerate(shapes))
         self._wire = None if wire_dtype is None else Cast(wire_dtype)
         is_weighted = mixing is not None and algorithm.takes_push_sum and not mixing.is_doubly_stochastic
@@ -212,11 +215,12 @@ class Stacked:
         if k and self.algorithm.counts_tokens:
             for memory in (memory for part in (self, *self.fragments) for memory in part.memories):
                 memory.count_tokens(1)  # ranks read batches of one size
-        self._land_until(x, k)
+        has_round = action is not Action.SKIP and (action is not Action.GOSSIP or self.algorithm.is_due(k))
+        self._land_until(x, None if self.overlap and has_round else k)
         if self.fragments:
             self._step_fragments(x, k, action, sgd)
             return self._answered
-        if action is Action.SKIP or (action is Action.GOSSIP and not self.algorithm.is_due(k)):
+        if not has_round:
             return []
         weights = self.weights
         models = SentVector([x.clone()]) if self.overlap else Vector([x])
@@ -228,7 +232,8 @@ class Stacked:
         if self.overlap:
             change = None if self.weights is None or weights is None else self.weights - weights
             self._correction, self.weights = (models.parts[0], change), weights
-            self._flights.note(Flight(k, k + 1, k + 1))
+            due = k + self._num_late
+            self._flights.note(Flight(k, due, due))
         return self._answered
 
     @torch.no_grad()
@@ -250,7 +255,7 @@ class Stacked:
     def late_buffers(self) -> LateBuffers | None:
         """The arrival of the buffers of a round; None: they arrive in the step in which it begins."""
         if self.overlap:
-            return LateBuffers(1)
+            return LateBuffers(self._num_late)
         if len(self.fragments) != 1 or self.times is None or not self.times.delay:
             return None
         if self.times.keeps_sent:

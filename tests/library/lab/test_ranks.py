@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gossip_modules import GroupAverageDataParallel, MixedMomentum
 from gossip_modules.compression import Absmax
 from gossip_modules.dpwa import ClockInterpolation, ConstantInterpolation, LossInterpolation
+from gossip_modules.engine.overlap import Overlap
 from gossip_modules.extend import Memory, Mix, Round, Vectors
 from gossip_modules.graph_manager import NetworkXGraph
 from gossip_modules.lab import Compute, LabPlan, LabTask, Network, Setting
@@ -33,7 +34,8 @@ from gossip_modules.methods.chosen import Chosen, read_algorithm
 from gossip_modules.methods.options import Context, WrapperOptions
 from gossip_modules.mixing_manager import MatrixMixing
 from gossip_modules.rounds.algorithm import Algorithm
-from gossip_modules.schedule import Action
+from gossip_modules.schedule import Action, Schedule
+from gossip_modules.wrappers import gossip
 from tests.harness.ranks import run_ranks
 
 N, STEPS, PERIOD = 5, 7, 3
@@ -242,6 +244,16 @@ def test_moments_are_mixed_and_bytes_are_counted_as_by_ranks(
 ) -> None:
     is_coded = options is CODED
     check_moments(name, chosen(name, **(options if is_coded else {})), monkeypatch, **({} if is_coded else options))
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule(average_every=4)], ids=["gossip", "exact averages too"])
+def test_moments_arrive_with_the_staleness_of_ranks(
+    max_staleness: int, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks apply a late round as soon as it is complete; here they wait until its last step, as the Lab does."""
+    monkeypatch.setattr(gossip, "Overlap", lambda **given: Overlap(**{**given, "is_eager": False}))
+    check_moments("osgp", chosen("osgp"), monkeypatch, max_staleness=max_staleness, schedule=schedule)
 
 
 def check_moments(
