@@ -72,7 +72,7 @@ class RDA:
         self._scale(drift, (numbers[:, :1] * numbers[:, 1:]).sum(0).div(total).tolist())
 
     def _scale(self, drift: Vector, lengths: Iterable[float] | None) -> list[float]:
-        """Give all tensors these lengths, or one if there are none; returns their former lengths."""
+        """Scale each tensor to its length, or to length one with None; returns the former lengths."""
         tensors = [x for spec, x in tensors_of(drift, drift) if not self._leaves_out(spec.name)]
         found = _lengths(tensors)
         for x, new, length in zip(tensors, lengths or [1.0] * len(tensors), found, strict=True):

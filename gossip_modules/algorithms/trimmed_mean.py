@@ -32,8 +32,8 @@ class TrimmedMean(Algorithm):
 
     So b neighbours that send wrong models, by a fault or on purpose, give no entry a value outside the values of the
     other neighbours. All that remain have equal weights, whatever W is. Different ranks leave out different values, so
-    the mean of the models is not kept. Where b = 0, as with two neighbours, the round is a plain mean, and a warning of
-    the logger `gossip_modules.robust` says so, once for each number of neighbours.
+    the mean of the models is not kept. Where b = 0, as with two neighbours, the round is a plain mean, and the logger
+    `gossip_modules.robust` warns of it, once for each number of neighbours.
 
     A model with infinities or NaN is left out before d is counted, and a warning of the logger
     `gossip_modules.nonfinite` names its rank. Models travel in the dtypes of the parameters. Buffers, such as BatchNorm

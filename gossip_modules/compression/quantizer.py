@@ -254,11 +254,11 @@ class Absmax(_BlockCode):
 class BlockFloat(_BlockCode):
     """C(x) = the nearest floating-point number of 8 or 4 bits, in each block in units of its largest magnitude M.
 
-    With 8 bits the numbers are those of E4M3: 4 bits of exponent and 3 of fraction, so entries keep about 4 binary
-    digits down to M / 2^15, where `Absmax` has even levels of M / 127. With 4 bits they are those of E2M1: 0, 1/2, 1,
-    3/2, 2, 3, 4 and 6, in units of M / 6. A block takes a float32 in addition. Nothing is random, and the mean of C(x)
-    is not the mean of x: take it with error feedback. If an entry is infinite or NaN, so is its whole block. Finite
-    entries beyond the range of float32 count as the largest float32.
+    With 8 bits the format is E4M3: 4 bits of exponent and 3 of fraction, so entries keep about 4 binary digits down to
+    M / 2^15, where `Absmax` has even levels of M / 127. With 4 bits it is E2M1, with the numbers 0, 1/2, 1, 3/2, 2, 3,
+    4 and 6, in units of M / 6. A block takes a float32 in addition. Nothing is random, and the mean of C(x) is not the
+    mean of x: take it with error feedback. If an entry is infinite or NaN, so is its whole block. Finite entries beyond
+    the range of float32 count as the largest float32.
 
     The formats of Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023, arXiv 2310.10537, with a float32
     as the scale of a block.

@@ -162,7 +162,7 @@ class Network:
         seed: the seed of the choice of slow links.
         lines: the number of the region of each group. The workers of a region share one line to all other regions, in
             each direction; (): there are no such lines.
-        line_bit_s: the rate of these lines, of which `TCP_SHARE` carries data.
+        line_bit_s: the rate of these lines; data take the share `TCP_SHARE` of it.
         average_start_s: the time of an average of an algorithm beside its messages: the ranks meet, and TCP begins
             slowly after a pause.
 

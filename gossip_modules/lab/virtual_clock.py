@@ -58,10 +58,10 @@ class VirtualThread:
 class VirtualClock(Clock):
     """A clock for tests and simulations of code whose waits and threads go through `Clock`.
 
-    Threads are real threads, of which exactly one runs at a time, so they need no locks. A thread runs until it sleeps,
+    Threads are real threads. Exactly one runs at a time, so they need no locks. A thread runs until it sleeps,
     joins another one or ends. Then the thread with the earliest wake-up runs, and the time jumps there. Computing takes
-    no time. Of equal wake-ups the one whose wait began first is first, or a drawn one with a seed. So equal programs
-    have equal runs.
+    no time. Among equal wake-ups the thread with the longest wait is first, or with a seed a drawn one. So equal
+    programs have equal runs.
 
     A thread that another one starts belongs to its process. `kill` ends all threads of a process, as kill -9 does: the
     next wait of each raises an error that passes all handlers of `Exception`.

@@ -121,7 +121,7 @@ def _or_dash(value: int | None) -> str:
 
 
 def _to_delete(report: RunReport, medium: Medium, before: int | None) -> list[str]:
-    """The paths to delete: all, or those of rounds and models before a number.
+    """The paths to delete: all, or the rounds and models before a number.
 
     Raises:
         ValueError: the number is too large: workers that are late, or that come, need these rounds.

@@ -60,7 +60,7 @@ class Listed(NamedTuple):
 class Medium(ABC):
     """A store of objects by path, for many workers. Any thread may call any method.
 
-    A path has parts of letters, digits and "_=+-.", none of which begins with a dot; "/" stands between two parts.
+    A path has parts of letters, digits and "_=+-."; no part begins with a dot, and "/" stands between two parts.
     Objects are sealed with their paths: see `Seal`.
 
     [Note: retries] Subclasses implement single tries: `_create`, `_put`, `_get`, `_list` and `_delete`. A try raises

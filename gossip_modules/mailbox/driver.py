@@ -79,7 +79,7 @@ class MailDriver(Driver):
     [Note: Late drifts] A round whose close lacks this worker throws `RoundLost` into the algorithm: the model and the
     memory stay. The worker trains on, and its drift is measured from the anchor at which it began. At its next round it
     applies the rounds that it has missed to its memory: it runs each of them with the mean of the close as the reply,
-    so its anchor and its outer momentum become those of the others. The sum of these changes of the anchor is the
+    so its anchor and its outer momentum become equal to the others' ones. The sum of these changes of the anchor is the
     vector "missed rounds". The round then begins with the sum of x and this vector, whose distance to the new anchor is
     the distance of x to the old one. When a close has the worker, the vector becomes zero.
 

@@ -1,4 +1,4 @@
-"""The errors of the mailbox, and those of single tries, which its media translate into them."""
+"""The errors of the mailbox, and the errors of single tries, which its media translate."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ _REMEDIES = {
 class FolderMedium(Medium):
     """Objects as files of a folder.
 
-    A new file is written under another name and synchronised. `link` then gives it its name if there is none yet, which
-    is atomic on NFS too; `rename` replaces an earlier file. An object is thus absent or whole. NFS clients remember for
-    a while that a file is absent: mount with `lookupcache=positive,actimeo=1` to shorten this time.
+    A new file is written under another name and synchronised. `link` then gives it its name unless a file has this
+    name, which is atomic on NFS too; `rename` replaces an earlier file. An object is thus absent or whole. NFS clients
+    remember for a while that a file is absent: mount with `lookupcache=positive,actimeo=1` to shorten this time.
 
     Args:
         folder: the absolute path; its parent exists. A process that is killed leaves its unfinished file in ".parts",

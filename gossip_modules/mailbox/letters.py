@@ -1,4 +1,4 @@
-"""Letters: models on their way from one worker to another, each of which counts at one of its two ends."""
+"""Letters: models on their way from one worker to another; each model counts at one of its two ends."""
 
 from __future__ import annotations
 

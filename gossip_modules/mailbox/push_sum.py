@@ -35,9 +35,9 @@ class PushSumByMail(ByMail):
     the mail of this worker and gives its whole weight to a live one, with a last share: a worker that leaves takes no
     training along. Its own model stays as it is.
 
-    A worker with a weight below 1/16 sends nothing, since its share would hardly count. A worker gets no share from
-    another one of which it has not read two. So a worker that lives without reading, as during a long evaluation, does
-    not collect the weight of all others, whose steps would then count for nothing.
+    A worker with a weight below 1/16 sends nothing, since its share would hardly count. A worker that has left two
+    shares of another one unread gets no further share from it. So a worker that lives without reading, as during a long
+    evaluation, does not collect the weight of all others, whose steps would then count for nothing.
 
     Kempe, Dobra, Gehrke, "Gossip-Based Computation of Aggregate Information", FOCS 2003; Assran, Rabbat, "Asynchronous
     Gradient Push", IEEE Transactions on Automatic Control 2020, arXiv 1803.08950.

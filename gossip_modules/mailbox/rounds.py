@@ -133,9 +133,9 @@ class Stream:
 
     Each worker would download all messages in order to close. So the worker that finds all messages right after its own
     closes at once, or after the grace, and the others one after the other, each `patience` seconds later, in an order
-    that turns with r. Several workers may find all messages at the same time. Of more than two workers, the one whose
-    create of "reader" is first reads the messages. The others wait for the close, and take over one after the other if
-    it does not come for as long as so many uploads take.
+    that turns with r. Several workers may find all messages at the same time. With more than two workers the first
+    create of "reader" decides the worker that reads the messages. The others wait for the close, and take over one
+    after the other if it does not come for as long as so many uploads take.
 
     Args:
         job: the worker and its settings.

@@ -84,7 +84,7 @@ def _show_key(key: bytes, places: Mapping[str, tuple[int, int]], backends: Seque
     ]
 
     def turn(messages: Mapping[int, bytes], num_bytes: int) -> dict[int, bytes]:
-        """Send messages, by end, and receive those of the other ends."""
+        """Send messages, by end, and receive the messages of the other ends."""
         works, received = [], {}
         for i, (backend, _, peer, _) in enumerate(ends):
             is_sent = i in messages

@@ -50,7 +50,7 @@ class SharedRoster:
 
     [Note: strangers in the store] With the key of a job all values are signed: see [Note: signed values] of
     `BoundedStore`. In front of the roster there is then a count of its writes, so that an old one is known. A member
-    that finds a foreign or an old roster says so, and restores its own. A newcomer, which does not know the count,
+    that finds a foreign or an old roster logs it, and restores its own. A newcomer, which does not know the count,
     waits for this, and ends with an error if it does not come.
 
     Args:

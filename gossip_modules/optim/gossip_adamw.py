@@ -60,7 +60,7 @@ class GossipAdamW(StepOptimizer):
     than k_t says: after many rounds with p peers on the exponential graph it has
     (1 - b1)^2 sum_d b1^(2 d) / min((p + 1)^d, n), with one peer and b1 = 0.9 a third of k. The share depends on the
     graph, the schedule and the workers that are there, so it is measured. A probe p takes part in all that happens to
-    m, with random signs z in place of the gradient, of which each rank draws its own:
+    m, with random signs z in place of the gradient; each rank draws its own signs:
 
         p = b1 p + (1 - b1) z;        k_t = mean((p / (1 - b1^t))^2)
 

@@ -32,7 +32,7 @@ class OuterOptimizer(Optimizer):
     It is the law of the algorithm with one worker, and needs no process group. The anchor begins as the parameters
     before the first step.
 
-    Parameter groups, state and hooks are those of `optimizer`, so learning rate schedulers and GradScaler work with
+    Parameter groups, state and hooks belong to `optimizer`, so learning rate schedulers and GradScaler work with
     either object, and a step of either one counts. A hook after a step gets the parameters after the outer step. The
     state dict has the state of `optimizer`, and in "outer" the anchor, the momentum and the number of steps. A state
     dict of `optimizer` alone can be loaded too: outer steps then begin anew at the parameters of the next step.

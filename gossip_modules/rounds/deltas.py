@@ -51,7 +51,7 @@ class Changes(NamedTuple):
         """Return the changes from `last` to `words`.
 
         Args:
-            last: the last message, int16 [d]; None: there is none.
+            last: the last message, int16 [d]; None: this message is the first one.
             words: the message, int16 [d]; not changed.
             becomes: whether last <- words.
         """
@@ -131,7 +131,7 @@ class _Link:
     """One direction of a link.
 
     Attributes:
-        number: the number that the sender gave the last message; 0: there is none.
+        number: the number that the sender gave the last message; 0: no message has come.
         words: the last message, int16 [d]. Links that it has left on share its memory.
         num_bytes: its size, without its header.
     """
@@ -178,8 +178,8 @@ class Deltas:
     receiver has the bits of the new message, whatever its numbers are. The first message over a link is whole, as are
     messages that would not be smaller.
 
-    The receiver posts room for an eighth more bytes than the last message over the link had. If a message is longer,
-    its header says so, and the other bytes travel in a second exchange when both ends wait for the first one.
+    The receiver posts room for an eighth more bytes than the last message over the link had. The header of a longer
+    message has its size, and the other bytes travel in a second exchange when both ends wait for the first one.
 
     Links begin anew with each transport and with each change of the graph, as when workers come or go, and in a process
     that resumes from a checkpoint. All ends do so in the same round.

@@ -103,7 +103,7 @@ class ReceivedSums:
         return (w - int(self.w[chunk]) + (1 << 63)) % (1 << 64) - (1 << 63)
 
     def news(self, number: int, chunk: int, x: Integers, w: int) -> tuple[Integers, int] | None:
-        """Note the sums of a chunk, and return the shares that are new; None: there are none.
+        """Note the sums of a chunk, and return the new shares; None: the sums are older than noted ones.
 
         Args:
             number: the number of the sums.
@@ -128,7 +128,7 @@ class Inbox:
     [Note: epochs] A rank that loads a model, or gets one by an exact average, or gives up a peer, begins a new epoch:
     its weights are one, and its sums zero. Shares on their way are of a model that it has left, and are dropped.
     Another rank that hears of the epoch begins it too, before its next round, and keeps its z. So all weights are one
-    again, and add up to n. Messages of older epochs are left out; those of a newer one are left out until this rank has
+    again, and add up to n. Messages of older epochs are left out, and messages of a newer one until this rank has
     begun it, as later sums make up for them. The epoch is in the upper 32 bits of numbers.
 
     [Note: datagrams that cannot be] A faulty peer with the key could end or drain a healthy rank. So datagrams are
@@ -144,7 +144,7 @@ class Inbox:
         epoch: the epoch of this rank.
         newest: the newest one that it has heard of.
         num_lost, num_late: see `ReceivedSums`; of all in-peers and epochs.
-        num_refused: datagrams for another layout of the model, and those of [Note: datagrams that cannot be].
+        num_refused: datagrams for another layout of the model, and datagrams that cannot be: see the note.
     """
 
     def __init__(self, max_weight: int) -> None:
@@ -211,7 +211,7 @@ class Inbox:
                 self._has_news = True
 
     def take(self) -> tuple[Integers, Weights] | None:
-        """The sum of the new shares, valid until `end_take`; None: there are none."""
+        """The sum of the new shares, valid until `end_take`; None: no share has come."""
         with self._lock:
             if not self._has_news:
                 return None

@@ -106,7 +106,7 @@ class StackedMixing:
         return self._made(self._canonical(t))
 
     def buffer_round(self, t: int) -> Rows | None:
-        """Return the rows of `buffer_weights`; None: they are those of W(t)."""
+        """Return the rows of `buffer_weights`; None: they are equal to the rows of W(t)."""
         return self._made_of_buffers(self._canonical(t)) if self._has_buffer_weights else None
 
     def _canonical(self, t: int) -> int:

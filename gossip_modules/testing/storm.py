@@ -20,7 +20,7 @@ class StormyMedium(Medium):
     The faults are below the retries: see [Note: retries] of `Medium`. Each is drawn by one seeded generator.
 
     Args:
-        inner: the store; its address, clock, timeout and seal are those of this one.
+        inner: the store; this one has its address, clock, timeout and seal.
         seed: the seed of the faults.
         loss: the probability that the answer is lost after a try was carried out.
         delay: the longest delay of a try, in seconds of the clock.

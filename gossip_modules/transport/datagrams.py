@@ -41,11 +41,11 @@ class Datagram(NamedTuple):
     """A message of a few numbers with a body.
 
     Attributes:
-        kind: 0 or 1; the caller says what they are.
+        kind: 0 or 1, with a meaning of the caller.
         number: how many messages of this sender come before it, or what the caller counts in its place; below 2^64.
         chunk: the place of the body in the vector of the sender; below 2^32.
         weight: a 64-bit integer.
-        body: bytes. Of a received message, valid until the handler returns.
+        body: bytes. In a received message they are valid until the handler returns.
     """
 
     kind: int

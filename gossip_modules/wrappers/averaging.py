@@ -413,7 +413,7 @@ class AveragingMixin(ABC):
             (seconds of a round's wait for the peer: median and median absolute deviation of the last 64 rounds; on the
             gossip thread with overlap; with AD-PSGD and dpwa the seconds of an exchange; none on NCCL),
             staleness/<peer> (mean lateness of its messages in forwards), and num_refused/<peer> (messages that were
-            left out for `max_relative_distance`; no entry where there are none). With a membership they are of the
+            left out for `max_relative_distance`; no entry before the first one). With a membership they are of the
             present generation; in a node its first process has them. An entry appears with its first round.
 
             After `declare_regions()`, bytes_sent_, bytes_received_ and wait_seconds_ with inside_region and
