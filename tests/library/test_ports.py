@@ -19,7 +19,8 @@ from gossip_modules.membership.serve import serve
 from gossip_modules.transport.job_key import VARIABLE
 from tests.harness.pages import ROOT
 from tests.library.dpwa.workers import num_descriptors, wait_for
-from tests.library.membership.test_membership import Job, _no_thread_stays, close, model_of
+from tests.library.membership.conftest import _no_thread_stays
+from tests.library.membership.test_membership import Job, close, model_of
 
 __all__ = ["_no_thread_stays"]
 PAGE = (ROOT / "docs" / "guides" / "security.md").read_text(encoding="utf-8")

@@ -13,9 +13,7 @@ from torch import nn
 
 from gossip_modules import AllReduceDataParallel
 from gossip_modules.engine.gradients import GradientEngine
-from tests.library.membership.test_membership import Job, _no_thread_stays, close, member_of, model_of
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import Job, close, member_of, model_of
 
 
 def check_alike(workers: list[Any]) -> None:

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from gossip_modules import Choco, DiLoCo, GossipDataParallel, Membership, RingGraph, SlowMo
 from gossip_modules.compression.quantizer import SignNorm
 from gossip_modules.graph_manager import BaseGraph, DynamicBipartiteExponentialGraph
-from tests.library.membership.test_membership import SECONDS, _no_thread_stays, member_of, model_of
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import SECONDS, member_of, model_of
 
 
 def test_a_store_that_does_not_answer_is_an_error_with_its_address() -> None:

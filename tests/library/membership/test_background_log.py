@@ -14,7 +14,7 @@ import torch.distributed as dist
 import gossip_modules
 from gossip_modules.membership import background_log
 from gossip_modules.membership.background_log import NAME, BackgroundLogger, log
-from tests.library.membership.test_membership import Job, _no_thread_stays, close  # noqa: F401 (a fixture)
+from tests.library.membership.test_membership import Job, close
 
 SECONDS = 30.0
 

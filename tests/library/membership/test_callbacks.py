@@ -12,9 +12,7 @@ import torch.distributed as dist
 from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership.view import Change
 from tests.harness.progress import round_of, step_of
-from tests.library.membership.test_membership import _no_thread_stays, member_of, model_of
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import member_of, model_of
 
 
 class Failing:

@@ -20,10 +20,8 @@ from gossip_modules.membership.view import Change, Joiner, View
 from gossip_modules.membership.worker import LocalWorker
 from gossip_modules.transport.deadline import Deadline
 from gossip_modules.transport.state_tree import pack
-from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, member_of, model_of
+from tests.library.membership.test_membership import SECONDS, Job, close, member_of, model_of
 from tests.library.transport.clock import Clock
-
-__all__ = ["_no_thread_stays"]
 
 
 @pytest.mark.parametrize("stage", ["it comes", "a donor", "a generation"])

@@ -20,9 +20,7 @@ from gossip_modules.membership.donor import Donor
 from gossip_modules.membership.joining import Joining
 from tests.harness.ranks import assert_no_gossip_threads
 from tests.library.membership.stores import serve
-from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, member_of, model_of
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import SECONDS, Job, close, member_of, model_of
 
 
 def test_a_wrapper_that_is_lost_without_close_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from gossip_modules import Choco, DiLoCo, GossipDataParallel, Membership, NoLoCo, SignNorm
 from tests.harness.ranks import run_ranks
-from tests.library.membership.test_membership import _no_thread_stays, member_of
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import member_of
 
 METHODS: list[dict[str, Any]] = [
     {},

@@ -36,15 +36,12 @@ from tests.harness.progress import local_of, round_of, weight_of
 from tests.library.membership.test_membership import (
     SECONDS,
     Job,
-    _no_thread_stays,
     close,
     die,
     member_of,
     model_of,
     receive_state,
 )
-
-__all__ = ["_no_thread_stays"]
 
 
 class Frozen(nn.Sequential):

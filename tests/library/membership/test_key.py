@@ -24,7 +24,7 @@ from gossip_modules.transport.job_key import VARIABLE
 from gossip_modules.transport.stores import BoundedStore, ForeignValueError, Records
 from tests.harness.ranks import TIMEOUT, run_ranks
 from tests.library.membership.stores import exchange_over
-from tests.library.membership.test_membership import Job, model_of
+from tests.library.membership.test_membership import Job, close, model_of
 from tests.library.membership.test_roster import begin, come
 
 KEY = "sixteen bytes and more"
@@ -210,7 +210,7 @@ def test_values_of_a_stranger_in_the_store_change_nothing(monkeypatch: pytest.Mo
             own.add_(1.0)
     workers[1].may_go_on.set()
     job.until_live(workers)
-    job.end()
+    close(job.end())
     assert [worker.members for worker in workers] == [members] * 2
     for worker in workers:
         for own, first in zip(worker.model.parameters(), model_of().parameters(), strict=True):

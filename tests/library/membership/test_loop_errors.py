@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from gossip_modules import GossipDataParallel, Membership
 from gossip_modules.membership.liveness.monitor import LivenessMonitor
-from tests.library.membership.test_membership import SECONDS, Job, _no_thread_stays, close, member_of, model_of
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import SECONDS, Job, close, member_of, model_of
 
 
 class Script:

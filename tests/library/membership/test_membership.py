@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from operator import methodcaller
@@ -27,19 +27,11 @@ from gossip_modules.membership.joining import Joining
 from gossip_modules.membership.view import Change
 from gossip_modules.transport.deadline import Deadline
 from tests.harness.progress import local_of, step_of, weight_of
-from tests.harness.ranks import assert_no_gossip_threads, at_the_end
+from tests.harness.ranks import at_the_end
 from tests.library.membership.stores import serve
 
 SECONDS = 60.0  # of any wait: nothing here should take as long
 PATIENT = 20.0  # of silence, so that a loaded machine declares nobody dead
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(limits, "FORMING", 25.0)  # a loaded machine may take long
-    monkeypatch.setattr(limits, "CONNECT", 25.0)  # a thread that connects with a worker that has gone ends then
-    yield
-    assert_no_gossip_threads()
 
 
 def member_of(store: dist.Store | str, *, min_workers: int, **options: Any) -> Membership:

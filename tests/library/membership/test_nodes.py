@@ -6,7 +6,7 @@ import copy
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -31,24 +31,15 @@ from gossip_modules import (
 )
 from gossip_modules.flat.vector import FlatVector
 from gossip_modules.graph_manager import GraphManager, NetworkXGraph
-from gossip_modules.membership import limits
 from gossip_modules.transport.shared_group import Use
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.progress import engine_of, round_of, step_of
-from tests.harness.ranks import HangUp, assert_no_gossip_threads, run_ranks, thread_group
+from tests.harness.ranks import HangUp, run_ranks, thread_group
 from tests.harness.reference import flatten
 
 PER_NODE = 2
 SECONDS = 60.0  # of any wait: nothing here should take as long
 NUM_STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, seconds in (("FORMING", 25.0), ("CONNECT", 25.0)):  # a loaded machine may take long
-        monkeypatch.setattr(limits, name, seconds)
-    yield
-    assert_no_gossip_threads()
 
 
 def chorded(n: int) -> GraphManager:

@@ -17,10 +17,8 @@ from gossip_modules.membership.view import Change
 from tests.harness.problems import loss_of, mlp, sgd
 from tests.harness.progress import engine_of, local_of, round_of, step_of, weight_of
 from tests.harness.ranks import run_ranks
-from tests.library.membership.test_membership import SECONDS, _no_thread_stays, member_of
+from tests.library.membership.test_membership import SECONDS, member_of
 from tests.library.membership.test_nodes import PER_NODE, Nodes
-
-__all__ = ["_no_thread_stays"]
 
 NUM_STEPS = 8
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import gossip_modules as gm
 from gossip_modules.extend import OuterMethod
-from tests.library.membership.test_membership import Job, _no_thread_stays, close
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import Job, close
 
 
 class Recording(nn.Sequential):

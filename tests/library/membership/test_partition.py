@@ -20,9 +20,8 @@ from gossip_modules.membership.view import FailureReport, Joiner
 from gossip_modules.membership.worker import LocalWorker
 from gossip_modules.transport.deadline import Deadline
 from tests.library.membership.stores import serve
-from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close, die
+from tests.library.membership.test_membership import Job, Worker, close, die
 
-__all__ = ["_no_thread_stays"]
 FORM = Generations._form
 
 

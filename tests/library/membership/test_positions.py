@@ -19,9 +19,7 @@ from gossip_modules.membership.donor import Donor
 from gossip_modules.membership.view import Change
 from tests.harness.progress import local_of
 from tests.library.membership import test_membership
-from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close, member_of
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import Job, Worker, close, member_of
 
 Wrap = Callable[..., Any]
 

@@ -15,9 +15,7 @@ from torch import nn
 import gossip_modules as gm
 from gossip_modules import GossipDataParallel
 from gossip_modules.membership.tracked import TrackedCounts, check_alike, described, load_counts
-from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close, die, member_of, model_of
-
-__all__ = ["_no_thread_stays"]
+from tests.library.membership.test_membership import Job, Worker, close, die, member_of, model_of
 
 
 class Sampler:

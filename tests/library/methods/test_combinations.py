@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from gossip_modules import GossipDataParallel
-from gossip_modules.membership import limits
 from gossip_modules.methods import METHODS
-from tests.harness.ranks import assert_no_gossip_threads, run_ranks
+from tests.harness.ranks import run_ranks
+from tests.library.membership.conftest import _no_thread_stays
 from tests.library.methods import combinations
 from tests.library.methods.combinations import (
     COLUMNS,
@@ -31,16 +30,10 @@ from tests.library.methods.combinations import (
     verdict,
 )
 
+__all__ = ["_no_thread_stays"]
+
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "methods" / "combinations.md").read_text(encoding="utf-8")
 REMEDY = "make the page with `python -m tests.library.methods.combinations > docs/methods/combinations.md`"
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, seconds in (("FORMING", 25.0), ("CONNECT", 25.0)):  # a loaded machine may take long
-        monkeypatch.setattr(limits, name, seconds)
-    yield
-    assert_no_gossip_threads()
 
 
 def test_the_rows_are_the_methods_of_the_wrapper() -> None:

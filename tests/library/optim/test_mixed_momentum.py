@@ -21,7 +21,8 @@ from gossip_modules.mixing_manager import UniformMixing
 from gossip_modules.optim.gossip_adamw import noise_share
 from tests.harness.processes import run_processes
 from tests.harness.ranks import run_ranks
-from tests.library.membership.test_membership import Job, Worker, _no_thread_stays, close, member_of
+from tests.library.membership.conftest import _no_thread_stays
+from tests.library.membership.test_membership import Job, Worker, close, member_of
 
 __all__ = ["_no_thread_stays"]
 
