@@ -146,6 +146,12 @@ class PushPull(Mixer):
         has_membership: bool = False,
     ) -> None:
         """See `Mixer`."""
+        if self.deltas and is_sharded and has_membership:
+            raise ValueError(
+                "got deltas=True with a membership and a module that is sharded over processes, expected one of them: "
+                "these processes vote on lost peers once a round, and a message with many changes has two exchanges; "
+                "leave deltas out"
+            )
         if self.bound is None:
             return
         given = f"max_relative_distance={self.bound.limit:g}"

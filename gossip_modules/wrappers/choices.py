@@ -208,7 +208,15 @@ class Choices:
         if wire_limit is not None:
             replace(self, wire_dtype=wire_limit).mixer()  # raises where no wire rounds the messages
 
-    def check(self, *, overlap: bool | str, init_sync: bool, nprocs_per_node: int, is_sharded: bool = False) -> None:
+    def check(
+        self,
+        *,
+        overlap: bool | str,
+        init_sync: bool,
+        nprocs_per_node: int,
+        is_sharded: bool = False,
+        has_membership: bool = False,
+    ) -> None:
         """Raise ValueError where arguments of the wrapper do not fit each other."""
         check_flags(push_sum=self.push_sum, deltas=self.deltas)
         if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
@@ -233,9 +241,8 @@ class Choices:
         if isinstance(self.algorithm, Algorithm):
             self.algorithm.check_schedule(self.schedule)
             self.algorithm.check_overlap(overlap, self.schedule)
-        self.mixer().check_options(
-            self.schedule, overlap=overlap, nprocs_per_node=nprocs_per_node, is_sharded=is_sharded
-        )
+        place: dict[str, Any] = {"is_sharded": is_sharded, "has_membership": has_membership}
+        self.mixer().check_options(self.schedule, overlap=overlap, nprocs_per_node=nprocs_per_node, **place)
         if self._parts:
             self._check_algorithm(self._parts[0], init_sync=init_sync, nprocs_per_node=nprocs_per_node)
 

@@ -241,8 +241,6 @@ class GossipDataParallel(GossipWrapper, Joinable):
         self, membership: Membership, chosen: Choices, links: Links, g: int, *, init_sync: bool
     ) -> tuple[MixingManager, Mixer]:
         """Take part in a membership; g: the processes of this worker."""
-        if isinstance(chosen.algorithm, Mixer):
-            chosen.algorithm.check_options(chosen.schedule, has_membership=True)
         if isinstance(membership, Membership) and membership.is_by_mail:
             return self._enter_mailbox(membership, chosen, links, g, init_sync=init_sync)
         group = links.process_group if g == 1 else None  # else it connects the processes of the node
@@ -254,14 +252,9 @@ class GossipDataParallel(GossipWrapper, Joinable):
                 f"got nprocs_per_node={g} with a module that is sharded over processes, expected 1: the processes that "
                 "hold its shards are one worker; leave nprocs_per_node out"
             )
-        if is_sharded and chosen.deltas:
-            raise ValueError(
-                "got deltas=True with a membership and a module that is sharded over processes, expected one of them: "
-                "these processes vote on lost peers once a round, and a message with many changes has two exchanges; "
-                "leave deltas out"
-            )
         # One process gossips for a node.
-        chosen.check(overlap=self._overlap, init_sync=init_sync, nprocs_per_node=1, is_sharded=is_sharded)
+        place: dict[str, Any] = {"nprocs_per_node": 1, "is_sharded": is_sharded, "has_membership": True}
+        chosen.check(overlap=self._overlap, init_sync=init_sync, **place)
         chosen = chosen.for_membership()
         mixer, choose = chosen.mixer(), chosen.for_any_size()
         self._local.world = Participant(self._local, membership, choose, check=mixer.check)
@@ -287,7 +280,7 @@ class GossipDataParallel(GossipWrapper, Joinable):
         place |= {"timeout": links.timeout, "init_sync": init_sync, "takes_mail": True}
         check_elastic(membership, graph=chosen.graph, mixing=chosen.mixing, **place)
         check_forward(self._local)
-        chosen.check(overlap=False, init_sync=True, nprocs_per_node=1)
+        chosen.check(overlap=False, init_sync=True, nprocs_per_node=1, has_membership=True)
         mixing, mixer = membership.world_of(self._local, chosen)
         self._describe(chosen, chosen.for_any_size()(8), mixer)
         return mixing, mixer

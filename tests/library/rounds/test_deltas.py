@@ -17,6 +17,7 @@ from gossip_modules.extend import FlatVector, PushPull, PushSum
 from gossip_modules.graph_manager import NPeerDynamicDirectedExponentialGraph
 from gossip_modules.mixing_manager import MixingManager, UniformMixing
 from gossip_modules.rounds.deltas import WHOLE, Changes, Deltas, pack_places, unpack_places
+from gossip_modules.wrappers.choices import Choices
 from tests.harness.problems import loss_of, mlp, net, sgd
 from tests.harness.ranks import run_ranks, solo_group
 from tests.library.membership.test_compressed import before, four_three_four, run_gossip
@@ -217,3 +218,12 @@ def test_a_message_on_another_one_is_refused() -> None:
 def test_refusals(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         GossipDataParallel(mlp(), process_group=solo_group(), deltas=True, **options)
+
+
+@pytest.mark.parametrize("choices", [{}, {"algorithm": PushSum(wire_dtype=torch.bfloat16, deltas=True)}])
+def test_shards_of_a_membership_take_no_deltas(choices: dict[str, Any]) -> None:
+    chosen = Choices(**(choices or {"wire_dtype": torch.bfloat16, "deltas": True}))
+    place: dict[str, Any] = {"overlap": False, "init_sync": True, "nprocs_per_node": 1, "has_membership": True}
+    chosen.check(**place)
+    with pytest.raises(ValueError, match="got deltas=True with a membership and a module that is sharded"):
+        chosen.check(is_sharded=True, **place)
