@@ -241,10 +241,10 @@ class Choices:
         if isinstance(self.algorithm, Algorithm):
             self.algorithm.check_schedule(self.schedule)
             self.algorithm.check_overlap(overlap, self.schedule)
-        place: dict[str, Any] = {"is_sharded": is_sharded, "has_membership": has_membership}
-        self.mixer().check_options(self.schedule, overlap=overlap, nprocs_per_node=nprocs_per_node, **place)
         if self._parts:
             self._check_algorithm(self._parts[0], init_sync=init_sync, nprocs_per_node=nprocs_per_node)
+        place: dict[str, Any] = {"is_sharded": is_sharded, "has_membership": has_membership}
+        self.mixer().check_options(self.schedule, overlap=overlap, nprocs_per_node=nprocs_per_node, **place)
 
     def _check_algorithm(self, outer: Algorithm, *, init_sync: bool, nprocs_per_node: int) -> None:
         """Raise ValueError where the algorithm, whose first part is `outer`, stands beside what does not fit to it."""
