@@ -462,21 +462,33 @@ class OverlapClock(StepClock):
         delay: the steps from the begin of a round until training waits for it, at least 1.
         copy_seconds: the time for which training waits in a step with a round; None: the snapshot and the correction,
             a pass over the model each.
+        is_alone: whether a round ends at the latest when the next one begins.
     """
 
     is_overlapped = True
 
-    def __init__(self, *cluster: Any, delay: int = 1, copy_seconds: float | None = None, **sizes: Any) -> None:
+    def __init__(
+        self,
+        *cluster: Any,
+        delay: int = 1,
+        copy_seconds: float | None = None,
+        is_alone: bool = False,
+        **sizes: Any,
+    ) -> None:
         super().__init__(*cluster, **sizes)
-        self.delay = delay
+        self.delay, self.is_alone = delay, is_alone
         self.copy_seconds = 2 * self.links.memory_seconds(self.model_bytes) if copy_seconds is None else copy_seconds
         self._flights: deque[tuple[int, Array]] = deque()  # the step at which a round is due, and when it is done
 
     def _start_times(self, arrivals: Array, exchanges: Exchanges) -> Array:
         starts = arrivals
+        is_awaited = bool(exchanges) and exchanges[0].is_awaited
+        lands_all = is_awaited or (self.is_alone and bool(exchanges))
         begin = self._flights[-1][1] if self._flights else starts
-        while self._flights and self._flights[0][0] <= self.k:
+        while self._flights and (lands_all or self._flights[0][0] <= self.k):
             starts = np.maximum(starts, self._flights.popleft()[1])
+        if is_awaited:
+            return self._exchanged(starts, exchanges)
         if exchanges:
             starts, sent_bytes = starts + self.copy_seconds, self.sent_bytes
             done = self._exchanged(np.maximum(starts, begin), exchanges)

@@ -336,9 +336,7 @@ def compare(
         for n in workers:
             for name, what in methods.items():
                 plan = LabPlan.of(what)  # its graph follows the number of workers, which events change
-                shown = plan.resolved(n)
-                text = f"{shown.text} {shown.schedule} {shown.graph}"
-                key = dict(zip(CELL, (name, text, n, seed, steps, shared), strict=True))
+                key = dict(zip(CELL, (name, plan.resolved(n).setting, n, seed, steps, shared), strict=True))
                 cells.append((key, plan, Setting(n, num_parameters, compute, network, seed)))
     rows = [] if path is None else whole_cells(Path(path))
     if others := {row["setting"] for row in rows} - {shared}:

@@ -311,7 +311,8 @@ class MailTraining:
             seconds = self.setting.compute.median_seconds(np.arange(max(worker + 1, self.setting.world_size)))
             mean = (1 / seconds[: self.setting.world_size]).mean()
             chosen = chosen.with_settings({"sync_every": max(round(chosen.period / seconds[worker] / mean), 2)})
-        return {"schedule": plan.schedule, "overlap": plan.overlap, **named, **chosen.arguments}
+        late = {"overlap": plan.overlap, "max_staleness": plan.max_staleness}
+        return {"schedule": plan.schedule, **late, **named, **chosen.arguments}
 
     def link_of(self, worker: int) -> LinkSpec:
         """Return the link between a worker and the store."""

@@ -285,7 +285,7 @@ class Models:
             mixed, kept = own, own.new_ones((len(own), 1))
             for each in exchanges:
                 mixed, kept = each.mix_buffers(mixed, kept, takes_code=takes_code)
-            if late is None:
+            if late is None or exchanges[0].is_awaited:
                 self._write_buffers(names, chosen, mixed)
             else:
                 self._late[names[0]] = (late.num_steps, *late.split(mixed, own, kept))

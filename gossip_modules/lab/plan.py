@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +26,6 @@ from ..graph_manager.base import GraphManager
 from ..graph_manager.butterfly_groups import ButterflyGroups
 from ..graph_manager.named_graphs import NAMES, named_graph
 from ..methods.chosen import Chosen, read_algorithm, read_compressor
-from ..methods.graphs import pairs
 from ..methods.wrapping import chosen_of
 from ..mixing_manager.base import MetropolisHastingsMixing, MixingManager
 from ..mixing_manager.graph_weights import default_mixing
@@ -38,7 +38,9 @@ from ..rounds.periodic import Periodic
 from ..rounds.rows import Indices, StackedMixing
 from ..rounds.stacked import Stacked
 from ..schedule import Schedule
+from ..warn import levels_to_user
 from ..wrappers.arguments import check_overlap
+from ..wrappers.choices import Choices
 from .asynchronous import Bilateral, Groups, OwnPace, Pull
 from .clock import BucketClock, Compute, MessageCost, Network, OverlapClock, StepClock, WorkerLinks, check
 from .models import Models
@@ -241,16 +243,26 @@ class LabPlan:
 
     @property
     def label(self) -> str:
-        """The method in tables: its name and code, or its text, and the dtype of its messages."""
+        """The method in tables: its name and code, or its text, the dtype of its messages, and a staleness."""
         text = self.method.name + (self.code and f":{self.code}") if self.is_recipe else self.text
-        return text + (f"+{_name(self.wire_dtype)}" if self.wire_dtype else "")
+        text += f"+{_name(self.wire_dtype)}" if self.wire_dtype else ""
+        return text + (f" late by {self.max_staleness}" if self.max_staleness else "")
+
+    @property
+    def setting(self) -> str:
+        """The method, schedule, graph and messages, as rows have them: two plans with one text train alike."""
+        overlap = f" overlap={self.overlap}" if self.overlap else ""
+        late = f" max_staleness={self.max_staleness}" if self.max_staleness else ""
+        wire = f" wire_dtype={_name(self.wire_dtype)}" if self.wire_dtype else ""
+        return f"{self.text} {self.schedule} {self.graph}{overlap}{late}{wire}"
 
     @property
     def name(self) -> str:
         """The method, its code, the dtype of its messages and its graph in words: 'choco with sign on torus'."""
-        name = replace(self, wire_dtype=None).label
+        name = replace(self, wire_dtype=None, max_staleness=0).label
         name = name.replace(":", " with ") if self.is_recipe else name
         name += f" in {_name(self.wire_dtype)}" if self.wire_dtype else ""
+        name += f" late by {self.max_staleness}" if self.max_staleness else ""
         return f"{name} on {self.graph}" if self.graph else name
 
     @property
@@ -266,7 +278,8 @@ class LabPlan:
         """
         made = self.chosen.made
         due = due_steps(made) if isinstance(made, Algorithm) else [0, 1]
-        return max(due[1] - due[0] if len(due) > 1 else _MAX_PERIOD, self.schedule.gossip_every)
+        own = due[1] - due[0] if len(due) > 1 else _MAX_PERIOD
+        return max(own, self.schedule.gossip_every, self.max_staleness + 1)
 
     def resolved(self, num_workers: int) -> LabPlan:
         """Return the plan with the default graph of its method for `num_workers` workers."""
@@ -303,6 +316,16 @@ class LabPlan:
             raise ValueError(f"got events with {self.method.title}, expected none: {why}")
         if elastic and isinstance(chosen.made, Algorithm):
             chosen = replace(chosen, made=chosen.made.for_membership())
+        if self.max_staleness and self.method.name not in _ROUNDED:
+            raise ValueError(
+                f"got max_staleness={self.max_staleness} of {self.method.name} in the Lab, expected 0, or a method of "
+                f"{', '.join(_ROUNDED)}, whose late rounds the Lab knows; leave it out"
+            )
+        if self.overlap not in (True, False):
+            raise ValueError(
+                f"got overlap={self.overlap!r} in the Lab, expected True or False: the Lab measures no ranks that "
+                "could choose; compare both"
+            )
         if self.wire_dtype is not None and self.method.name not in ("ar", *_ROUNDED):
             raise ValueError(
                 f"got wire_dtype={self.wire_dtype} of {self.method.name} in the Lab, expected None, or a method of "
@@ -311,20 +334,29 @@ class LabPlan:
         run = PlanRun(replace(self.resolved(len(workers)), chosen=chosen), setting, models, workers)
         make: Callable[[PlanRun], Running] | None = self.method.simulate or _RUNS.get(self.method.name)
         running = PlanRun.rounds(run) if make is None else make(run)
-        if models.has_mixed_momentum:
-            self._check_mixed_momentum(running.driver, models)
+        if models.mixed:
+            self._check_buffers(running.driver, models)
         return running
 
-    def _check_mixed_momentum(self, driver: Stacked | OwnPace, models: Models) -> None:
-        """Raise ValueError where the Lab does not mix buffers as ranks do."""
+    def _check_buffers(self, driver: Stacked | OwnPace, models: Models) -> None:
+        """Raise ValueError where the Lab does not mix moments as ranks do; warn for running statistics."""
         if isinstance(driver, Stacked):
-            check_momentum(driver.algorithm, models.module)
+            if models.has_mixed_momentum:
+                check_momentum(driver.algorithm, models.module)
             if not (len(driver.fragments) > 1 or isinstance(driver.algorithm.parts[-1], RelaySGD)):
                 return
-        raise ValueError(
-            f"got a model with a MixedMomentum and {self.method.title} in the Lab, expected a method whose workers "
-            "step together, without fragments or trees; take SGP, Overlap SGP or LocalSGD, or leave it out"
-        )
+        if models.has_mixed_momentum:
+            raise ValueError(
+                f"got a model with a MixedMomentum and {self.method.title} in the Lab, expected a method whose workers "
+                "step together, without fragments or trees; take SGP, Overlap SGP or LocalSGD, or leave it out"
+            )
+        if isinstance(driver, Stacked):
+            warnings.warn(
+                f"got a model with running statistics and {self.method.title} in the Lab, which cuts models into parts "
+                "without their buffers, and mixes all buffers in each round: ranks get other models. Take a model "
+                "without running statistics, such as one with GroupNorm, for results that ranks repeat",
+                stacklevel=levels_to_user(),
+            )
 
 
 class PlanRun:
@@ -370,11 +402,6 @@ class PlanRun:
                 "Algorithm, or one that is registered with simulate="
             )
         algorithm, overlap = self.made, self.plan.overlap
-        if self.plan.max_staleness:
-            raise ValueError(
-                f"got max_staleness={self.plan.max_staleness} of {self.plan.method.title} in the Lab, expected 0, or "
-                "gossip of whole models: SGP, Overlap SGP, D-PSGD or MATCHA; leave it out"
-            )
         mixing = self.weights(algorithm)
         driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
         takes_schedule = {"gossip_every", "schedule"} & {*self.plan.method.options}
@@ -431,7 +458,7 @@ class PlanRun:
         if own_mixing is not None:
             return own_mixing
         if not graph:
-            return default_mixing(algorithm.default_graph(n) or named_graph(pairs(n), n), push_sum=False)
+            return Choices(algorithm=algorithm).weights(n)
         is_static = any(part.needs_static_graph for part in algorithm.parts)
         return default_mixing(self.graph(is_undirected=True, is_static=is_static), push_sum=False)
 
@@ -476,7 +503,7 @@ class PlanRun:
         clock: StepClock = StepClock(compute, links, message, model_bytes=size)
         if overlap:
             late = plan.max_staleness + 1
-            clock = OverlapClock(compute, links, message, model_bytes=size, delay=late)
+            clock = OverlapClock(compute, links, message, model_bytes=size, delay=late, is_alone=True)
             schedule = replace(schedule, gossip_every=max(schedule.gossip_every, late))
         driver = Stacked(DPSGD(), mixing, overlap=overlap, max_staleness=plan.max_staleness, wire_dtype=plan.wire_dtype)
         return Running(driver, clock, schedule)

@@ -154,17 +154,18 @@ class PushPull(Mixer):
             )
         if self.bound is None:
             return
-        given = f"max_relative_distance={self.bound.limit:g}"
+        given = f"max_relative_distance={self.bound.limit}"
         if schedule.average_every or schedule.average_until:
             raise ValueError(
                 f"got {given} with {schedule}, expected a schedule without exact averages: a sum over all ranks has no "
                 "sender, so no rank can refuse a model in it; leave one of them out"
             )
         if nprocs_per_node != 1 or is_sharded:
+            shards = "fully_shard" if is_sharded else f"nprocs_per_node={nprocs_per_node}"
+            remedy = "" if has_membership else ", or pass a membership, whose nodes gossip with one process"
             raise ValueError(
-                f"got {given} for a model that several processes hold in shards (nprocs_per_node={nprocs_per_node}, or "
-                "fully_shard), expected a whole model in each: the bound is on the norm over all parameters; leave it "
-                "out, or pass a membership, whose nodes gossip with one process"
+                f"got {given} for a model that several processes hold in shards ({shards}), expected a whole model in "
+                f"each: the bound is on the norm over all parameters; leave it out{remedy}"
             )
 
     def check_refusals(self, mixing: MixingManager) -> None:
@@ -175,7 +176,7 @@ class PushPull(Mixer):
         """
         if self.bound is not None and not mixing.is_row_stochastic:
             raise ValueError(
-                f"got max_relative_distance={self.bound.limit:g} with {mixing} whose rows do not sum to one, expected "
+                f"got max_relative_distance={self.bound.limit} with {mixing} whose rows do not sum to one, expected "
                 "row-stochastic weights: a rank puts its own model in the place of a refused one, and weights would "
                 "grow; take a graph where each rank has as many in-peers as out-peers, or leave the bound out"
             )

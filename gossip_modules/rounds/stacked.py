@@ -41,6 +41,7 @@ class Answered(NamedTuple):
         code: the code of an average over all ranks, for the buffers that take one; None: buffers are sent exactly.
         t: the number of the round with that code.
         share: the size of a message to all ranks as a share of the vector, if it differs from round to round.
+        is_awaited: whether training waits for it, whatever the delay of rounds: an exact average of the schedule.
     """
 
     rows: Rows | None
@@ -50,6 +51,7 @@ class Answered(NamedTuple):
     code: Compressor | None = None
     t: int = 0
     share: float | None = None
+    is_awaited: bool = False
 
     def mix_buffers(self, b: Tensor, kept: Tensor, *, takes_code: bool = False) -> tuple[Tensor, Tensor]:
         """Return buffers after this communication, and the weights of each rank for its own ones.
@@ -115,9 +117,8 @@ class Stacked:
     generators in step, one for each row.
 
     With overlap a round reads the models of one step, and its correction is added max_staleness + 1 steps later, or at
-    the next round if that comes before. The fragments of a
-    `Periodic` algorithm are equal runs of columns, each with its own memory. A round with a delay ends `delay` steps
-    after it began.
+    the next round if that comes before. The fragments of a `Periodic` algorithm are equal runs of columns, each with
+    its own memory. A round with a delay ends `delay` steps after it began.
 
     Args:
         algorithm: the algorithm.
@@ -297,6 +298,7 @@ class Stacked:
             action: AVERAGE or WARM_UP.
         """
         self.average(models, is_model=True)
+        self._answered[-1] = self._answered[-1]._replace(is_awaited=not self.overlap)
         for memory in (memory for part in (self, *self.fragments) for memory in part.memories):
             memory.restart(Restart.ALL if action is Action.WARM_UP else Restart.AVERAGE)
         if action is Action.WARM_UP and not self.overlap:

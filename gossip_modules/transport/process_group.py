@@ -488,7 +488,7 @@ class ProcessGroupTransport(PointToPoint):
         """
         timeout = timeout or self.timeout
         if self._reason:  # a peer is not to blame for the connections that this rank has closed
-            note += f": this rank {self._reason}, and has left the others"
+            note = f": this rank {self._reason}, and has left the others"
             fail(error, rank=self.names[self.rank], what=what, seconds=seconds, timeout=timeout, note=note)
         if self.board is not None:
             self.board.check()

@@ -20,6 +20,7 @@ from ..profiling import span
 from ..rounds.mixer import GlobalAverage
 from ..state import Restart
 from ..transport.agreement import rows_of_all
+from ..transport.process_group import unwatched
 from ..worlds.all_or_none import MayBeLost
 from .group_average import GroupAverage
 from .group_result import LentModel
@@ -291,6 +292,8 @@ class WaitAvoidingEngine(Engine):
         self.is_closed = True
         with MayBeLost(self._links):
             self.worker.close(error=error)
+        if not self._links.is_elastic:
+            self._links.watch = unwatched  # else the two would hold each other, and the connections of the group
         t = self._round_in_flight
         if t is not None and self.worker.num_done <= t:
             warnings.warn(

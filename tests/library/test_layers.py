@@ -104,7 +104,8 @@ MAY_IMPORT: Mapping[str, Mapping[str, set[str]]] = {
         "doctor": {"devices", "graph_manager", "lab", "matcha", "regions", "registry", "transport"},
         "lab": {
             *("state", "flat", "graph_manager", "mixing_manager", "compression", "schedule"),
-            *("algorithms", "extras", "mailbox", "rounds", "optim", "regions", "registry", "methods", "wrappers"),
+            *("algorithms", "extras", "mailbox", "rounds", "optim", "regions", "registry", "methods", "warn"),
+            "wrappers",
         },
         "methods": {*_WRAPPERS, "algorithms", "extras", "registry"},
         "testing": {"mailbox", "membership", "transport"},

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossip_modules import GroupAverageDataParallel, MixedMomentum
+from gossip_modules import GroupAverageDataParallel, LocalSGD, MixedMomentum, SlowMo
 from gossip_modules.compression import Absmax
 from gossip_modules.dpwa import ClockInterpolation, ConstantInterpolation, LossInterpolation
 from gossip_modules.engine.overlap import Overlap
@@ -230,6 +230,16 @@ LATE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("schedule", [Schedule(average_every=4), Schedule(average_until=2)], ids=["every", "until"])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("localsgd", {"delay": 2}), ("diloco", {"delay": 1, "arrival": "carry"})]
+)
+def test_moments_of_an_exact_average_arrive_at_once_as_by_ranks(
+    name: str, settings: dict[str, Any], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_moments(name, chosen(name, **settings), monkeypatch, schedule=schedule)
+
+
 @pytest.mark.parametrize(("name", "settings"), LATE)
 def test_moments_arrive_with_a_delay_as_by_ranks(
     name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -295,6 +305,48 @@ def test_ranks_refuse_algorithms_that_compute_the_momentum(name: str, monkeypatc
 
 def test_methods_at_their_own_pace_are_those_whose_rounds_depend_on_time() -> None:
     assert sorted(set(METHODS) - set(LOCKSTEP)) == ["a2cid2", "adpsgd", "dpwa", "wagma"]
+
+
+@pytest.mark.parametrize("name", ["streamingdiloco", "relaysgd"])
+def test_the_lab_warns_where_running_statistics_make_other_models(name: str) -> None:
+    with_statistics = replace(task(0.9), model=lambda: nn.Sequential(Net().double(), nn.BatchNorm1d(16).double()))
+    with pytest.warns(UserWarning, match="got a model with running statistics and .* ranks get other models"):
+        LabTraining(LabPlan.of(name), Setting(4, None, Compute(0.1), Network("1 Gbit/s"), seed=0), with_statistics)
+
+
+def test_an_algorithm_without_a_graph_has_the_weights_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SlowMo sends push-sum weights, so its default graph is directed."""
+    own, plan = task(0.0), LabPlan.of(SlowMo(sync_every=2, gossip_every=1))
+    training = LabTraining(plan, Setting(N, None, Compute(0.1), Network("1 Gbit/s"), seed=0), own)
+    begin = {name.removeprefix("model."): p.detach().clone() for name, p in training.models.module.named_parameters()}
+    for _ in training.run(STEPS):
+        pass
+    found = by_ranks(plan.chosen, own, begin, monkeypatch)
+    torch.testing.assert_close(training.settle(), found.x, rtol=0, atol=1e-9)
+
+
+# Plans.
+
+
+@pytest.mark.parametrize("name", ["ar", "adpsgd", "wagma", "dpwa", "choco", "diloco"])
+def test_a_staleness_is_refused_where_the_lab_does_not_know_it(name: str) -> None:
+    setting = Setting(4, None, Compute(0.1), Network("1 Gbit/s"), seed=0)
+    with pytest.raises(ValueError, match=f"got max_staleness=2 of {name} in the Lab, expected 0"):
+        LabTraining(LabPlan.of(name, max_staleness=2), setting, task(0.0))
+    for plan, error in (
+        (LabPlan.of("sgp", max_staleness=2), "got max_staleness=2 with overlap=False"),
+        (LabPlan.of("osgp", overlap="auto"), "got overlap='auto' in the Lab"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            LabTraining(plan, setting, task(0.0))
+
+
+def test_plans_that_train_in_other_ways_have_other_texts() -> None:
+    others: list[dict[str, Any]] = [{}, {"overlap": True}, {"max_staleness": 1}, {"wire_dtype": torch.bfloat16}]
+    plans = [LabPlan.of("osgp", **given) for given in others]
+    assert len({plan.setting for plan in plans}) == len(plans)
+    assert [plan.label for plan in plans] == ["osgp", "osgp", "osgp late by 1", "osgp+bfloat16"]
+    assert [plan.interval for plan in plans] == [1, 1, 2, 1]
 
 
 # WAGMA-SGD with late ranks.
@@ -427,3 +479,28 @@ def test_a_merge_of_the_lab_takes_the_share_of_the_clocks() -> None:
         found += [x.flatten().tolist()] if x.flatten().tolist() != found[-1] else []
     assert found[:3] == [[0.0, 8.0], [2.0, 6.0], [3.0, 5.0]]
     assert seen[:4] == [(1.0, 1.0), (1.0, 1.0), (2.0, 2.0), (2.0, 2.0)], "a clock counts publications"
+
+
+# Time.
+
+
+def starts_of(plan: LabPlan, num_steps: int) -> list[float]:
+    """The time at which each step starts; a step computes 0.1 s, and an exact average takes 5 s."""
+    setting = Setting(4, 100_000_000, Compute(0.1), Network("1 Gbit/s"), seed=0)
+    training = LabTraining(plan, setting, task(0.0))
+    return [training.seconds for _ in training.run(num_steps)]
+
+
+def test_training_waits_for_exact_averages_beside_a_delay() -> None:
+    schedule = Schedule(average_until=4)
+    late, now = (starts_of(LabPlan.of(LocalSGD(10, delay=d), schedule=schedule), 5) for d in (5, 0))
+    assert late[:5] == pytest.approx(now[:5])
+    assert now[4] > 20.0
+    assert [late[5], now[5]] == pytest.approx([now[4] + 0.1] * 2)
+
+
+def test_a_late_round_ends_before_the_next_one_begins() -> None:
+    schedule = Schedule(average_until=4)
+    late, soon = (starts_of(LabPlan.of("osgp", max_staleness=s, schedule=schedule), 5) for s in (3, 0))
+    assert late[:5] == pytest.approx(soon[:5])
+    assert late[5] < late[4] + 1.0 < soon[5]
