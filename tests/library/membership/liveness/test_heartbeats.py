@@ -71,7 +71,9 @@ def test_the_next_turn_is_at_the_first_possible_silence() -> None:
         assert mine._next_turn() == next_beat
         second.deadline = 30.0
         assert mine._next_turn() == second.last + 30.0
-    mine.close()
+    mine._is_closed.set()
+    with socket.create_connection(mine.contact.address):  # it wakes the thread, which waits for the next beat
+        mine.close()
 
 
 def test_a_worker_that_was_never_heard_is_not_silent() -> None:
