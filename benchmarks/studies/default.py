@@ -64,12 +64,19 @@ ROUNDED: Mapping[str, Any] = by_gossip_adamw(
 )
 """Methods with messages in bfloat16."""
 TWO: Mapping[str, Any] = by_gossip_adamw({"SGP, 2 peers": LabPlan.of("sgp", peers_per_itr=2)})
-MANY: Mapping[str, Any] = {**FIRST, **TWO_MIXED, **LOCAL_MIXED, **OVERLAP, **SPARSE}
+MANY: Mapping[str, Any] = {
+    **FIRST,
+    **TWO_MIXED,
+    **LOCAL_MIXED,
+    **OVERLAP,
+    **SPARSE,
+    **OTHERS,
+    **{name: method for name, method in ROUNDED.items() if name.startswith("Overlap SGP")},
+}
 """The methods of 32 and 64 workers."""
 EIGHT: Mapping[str, Any] = {
     **MANY,
     **CODED_MIXED,
-    **OTHERS,
     **TWO,
     **ROUNDED,
     **by_gossip_adamw({"SGP, each 8th round exact": LabPlan.of("sgp", schedule=Schedule(average_every=8))}),
@@ -120,13 +127,11 @@ def study(
 ) -> Study:
     """Return a study of these methods and numbers of workers. A worker reads four sequences of 32 symbols per step.
 
-    16 workers train by the methods of `MANY`, `CODED_MIXED` and `OTHERS` only.
+    16 workers train by the methods of `MANY` and `CODED_MIXED` only.
     """
 
     def methods(workers: int) -> Mapping[str, Any]:
-        return {
-            name: method for name, method in every.items() if workers != 16 or name in {*MANY, *CODED_MIXED, *OTHERS}
-        }
+        return {name: method for name, method in every.items() if workers != 16 or name in {*MANY, *CODED_MIXED}}
 
     def optimizers(workers: int) -> Mapping[str, MakeOptimizer]:
         return {name: partial(gossip_adamw, workers) for name in every if name.endswith(GOSSIP_ADAMW)}

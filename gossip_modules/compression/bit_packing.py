@@ -14,6 +14,8 @@ from torch import Tensor
 
 # For each number of bits, the integer type with one byte for each of the 8 / bits codes that share a packed byte.
 _LANES = {1: torch.int64, 2: torch.int32, 4: torch.int16, 8: torch.uint8}
+# The factor that moves these codes next to each other: code i goes from bit 8 i to bit 8 (8 / bits - 1) + bits i.
+_GATHER = {bits: sum(1 << 8 * (8 // bits - 1) - (8 - bits) * i for i in range(8 // bits)) for bits in (1, 2, 4)}
 _LOW_BITS = (1, 2, 4, 8, 16)
 
 
@@ -40,13 +42,10 @@ def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
     lanes = codes.view(torch.uint8).bitwise_and((1 << bits) - 1)
     if codes.shape[-1] % per_byte:
         lanes = torch.nn.functional.pad(lanes, (0, -codes.shape[-1] % per_byte))
-    # The codes of one packed byte are the bytes of one integer. Each step moves half of them next to the other half.
+    # The codes of one packed byte are the bytes of one integer. The product has all of them in its highest byte, and no
+    # two of its terms have a bit in common.
     lanes = lanes.view(_LANES[bits])
-    shift = 8 - bits
-    while shift < per_byte * 4:
-        lanes.bitwise_or_(lanes >> shift)
-        shift *= 2
-    packed.copy_(lanes)  # the lowest byte of each integer
+    packed.copy_(lanes.mul_(_GATHER[bits]).bitwise_right_shift_(8 * per_byte - 8))  # the lowest byte of each integer
 
 
 def unpack(packed: Tensor, bits: int, num_codes: int, *, signed: bool = False) -> Tensor:
@@ -57,8 +56,9 @@ def unpack(packed: Tensor, bits: int, num_codes: int, *, signed: bool = False) -
         array = packed.numpy()
         if bits == 1 and not signed:
             return torch.from_numpy(np.unpackbits(array, axis=-1, count=num_codes, bitorder="little"))
-        lanes: Any = _in_high_bits(array.astype(f"u{8 // bits}"), bits)
-        return torch.from_numpy(lanes.view(np.int8 if signed else np.uint8) >> (8 - bits))[..., :num_codes]
+        codes = _in_high_bits(array.astype(f"u{8 // bits}"), bits).view(np.int8 if signed else np.uint8)
+        codes >>= 8 - bits
+        return torch.from_numpy(codes)[..., :num_codes]
     lanes = _in_high_bits(packed.to(_LANES[bits]), bits)
     return lanes.view(torch.int8 if signed else torch.uint8).bitwise_right_shift_(8 - bits)[..., :num_codes]
 
@@ -70,10 +70,11 @@ def _in_high_bits(lanes: Any, bits: int) -> Any:
         lanes: the integers, a tensor or an array; changed.
         bits: the number of bits of a code.
     """
-    moved = lanes << (8 - bits)
+    lanes <<= 8 - bits
+    moved = lanes + 0
     for _ in range(8 // bits - 1):
         lanes <<= 8 - bits
-        moved |= lanes << (8 - bits)
+        moved |= lanes
     moved &= _in_lanes(((1 << bits) - 1) << (8 - bits), bits, signed=isinstance(lanes, Tensor))
     return moved
 

@@ -58,6 +58,7 @@ class Compressor(ABC):
         _check_vector(x, _DTYPES)
         return x.new_zeros(self.num_bytes(x.numel(), x.dtype), dtype=torch.uint8)
 
+    @torch.no_grad()
     def compress(self, x: Tensor, message: Tensor, *, t: int = 0, rest: Tensor | None = None) -> None:
         """message <- C(x), and rest <- x - C(x) if there is a `rest`.
 
@@ -66,7 +67,7 @@ class Compressor(ABC):
             message: the result, uint8 [num_bytes], as `message_like(x)` makes it; every byte is written.
             t: the round, >= 0; random choices depend on it.
             rest: the part of x that the message leaves out, like x; x itself, or a vector that shares no memory with
-                it. It has the bits of a copy of x after `add_decompressed(message, copy, alpha=-1)`, in less time.
+                it. It equals a copy of x after `add_decompressed(message, copy, alpha=-1)`, in less time.
 
         Raises:
             ValueError: x or message has another dtype, shape or size.
@@ -94,6 +95,7 @@ class Compressor(ABC):
             rest.copy_(x)
         self._add(message, rest, x.dtype, -1.0)
 
+    @torch.no_grad()
     def add_decompressed(
         self, message: Tensor, target: Tensor, *, alpha: float = 1.0, also: Tensor | None = None
     ) -> None:
@@ -256,7 +258,9 @@ class Code(Protocol):
         """message <- C(x)."""
 
 
-def chunks(x: Tensor, block_size: int, *, cuts_blocks: bool = True) -> Iterator[tuple[int, int, slice]]:
+def chunks(
+    x: Tensor, block_size: int, *, cuts_blocks: bool = True, longest: int | None = None
+) -> Iterator[tuple[int, int, slice]]:
     """Cut the last dimension of x into chunks (start, stop, blocks) of whole blocks, or of a part of one long block.
 
     So temporary tensors stay small; on a CPU a chunk fits in the cache. All blocks of a chunk have the same size, and
@@ -266,14 +270,34 @@ def chunks(x: Tensor, block_size: int, *, cuts_blocks: bool = True) -> Iterator[
         x: the vector, [..., d].
         block_size: the number of entries of a block.
         cuts_blocks: whether a block that is longer than a chunk is cut in parts.
+        longest: the number of entries of a chunk on a CPU; None: 131,072.
     """
-    d, longest = x.shape[-1], 1 << (17 if x.device.type == "cpu" else 24)
+    d, longest = x.shape[-1], (longest or 1 << 17) if x.device.type == "cpu" else 1 << 24
     if not cuts_blocks:
         longest = max(longest, block_size)
     whole, step = d // block_size * block_size, max(longest // block_size, 1) * block_size
     for first, end in pairwise([*range(0, whole, step), whole, d]):
         for start in range(first, end, longest):
             yield start, min(start + longest, end), slice(first // block_size, -(-end // block_size))
+
+
+class Spare:
+    """Memory for the temporary numbers of one chunk after another, so that each chunk does not take new pages.
+
+    Args:
+        x: the vector, [..., d], whose chunks follow; the first one is the longest.
+        dtype: of the numbers; None: that of x.
+    """
+
+    def __init__(self, x: Tensor, dtype: torch.dtype | None = None) -> None:
+        self._x, self._dtype = x, dtype or x.dtype
+        self._memory: Tensor | None = None
+
+    def part(self, length: int) -> Tensor:
+        """Return numbers of any values, [..., length]; the next call returns the same memory."""
+        if self._memory is None:
+            self._memory = self._x.new_empty(*self._x.shape[:-1], length, dtype=self._dtype)
+        return self._memory[..., :length]
 
 
 def in_blocks(x: Tensor, blocks: slice) -> Tensor:

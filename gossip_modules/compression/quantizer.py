@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checks import checked_seed
 from ..devices import wide_dtype
 from .bit_packing import pack, packed_size, unpack
-from .compressor import Compressor, chunks, in_blocks, random_words, saturated, wide
+from .compressor import Compressor, Spare, chunks, in_blocks, random_words, saturated, wide
 from .masks import is_below
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -32,6 +32,7 @@ class _BlockCode(Compressor):
     is_signed = False  # whether codes are in two's complement
     block_size: int | None
     step = 1.0  # a factor of all scales
+    longest: int | None = None  # see `chunks`
 
     @abstractmethod
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -41,8 +42,8 @@ class _BlockCode(Compressor):
         """
 
     @abstractmethod
-    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The values of codes [..., blocks, m], in the dtype of the scales [..., blocks, num_scales]; changes codes."""
+    def _write_values(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write the values of codes [..., blocks, m] in `out`, with scales [..., blocks, num_scales]; changes codes."""
 
     def num_bytes(self, d: int, dtype: torch.dtype) -> int:
         return 4 * self.num_scales * -(-d // self._size(d)) + packed_size(d, self.bits)
@@ -53,10 +54,24 @@ class _BlockCode(Compressor):
 
     def _encode_and_subtract(self, x: Tensor, message: Tensor, rest: Tensor, t: int) -> None:
         scales, size = self._parts(message, x.shape[-1])[0], self._size(x.shape[-1])
+        spare = Spare(x)
         for start, stop, codes in self._write(x, message, t):  # codes are in the cache
-            blocks = slice(start // size, -(-stop // size))
-            values = self._values(in_blocks(codes, blocks), scales[blocks].to(x.dtype) * -self.step)
-            torch.add(x[start:stop], values.flatten(-2), out=rest[start:stop])
+            blocks, values = slice(start // size, -(-stop // size)), spare.part(stop - start)
+            own = scales[blocks].to(x.dtype) * -self.step
+            self._write_values(in_blocks(codes, blocks), own, in_blocks(values, blocks))
+            torch.add(x[start:stop], values, out=rest[start:stop])
+
+    def _in_units_of_largest(self, x: Tensor, scales: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Write the largest magnitude of each block as its scale; yields (start, stop, x in these units, in blocks).
+
+        A block of zeros stays zero. A block with infinities or NaN has an infinite scale, or NaN.
+        """
+        spare = Spare(x)
+        for start, stop, blocks in chunks(x, self._size(x.shape[-1]), cuts_blocks=False, longest=self.longest):
+            rows = in_blocks(_in_range_of_float32(x[..., start:stop]), blocks)
+            units = in_blocks(spare.part(stop - start), blocks)
+            scales[..., blocks, :] = saturated(torch.abs(rows, out=units).amax(-1, keepdim=True), LARGEST)
+            yield start, stop, torch.div(rows, scales[..., blocks, :].clamp_min(_TINY), out=units)
 
     def _write(self, x: Tensor, message: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
         """Write the message, and yield the codes of each part, as `_codes` does."""
@@ -79,10 +94,12 @@ class _BlockCode(Compressor):
         """Yield (start, stop, alpha C(x) [..., stop - start]) in a dtype that is wide enough for a vector `like` x."""
         scales, packed = self._parts(message, like.shape[-1])
         scales = scales.to(wide(like)) * (alpha * self.step)
-        for start, stop, blocks in chunks(like, self._size(like.shape[-1])):
+        spare = Spare(like, wide(like))
+        for start, stop, blocks in chunks(like, self._size(like.shape[-1]), longest=self.longest):
             own = packed[..., packed_size(start, self.bits) : packed_size(stop, self.bits)]
-            codes = unpack(own, self.bits, stop - start, signed=self.is_signed)
-            yield start, stop, self._values(in_blocks(codes, blocks), scales[..., blocks, :]).flatten(-2)
+            codes, values = unpack(own, self.bits, stop - start, signed=self.is_signed), spare.part(stop - start)
+            self._write_values(in_blocks(codes, blocks), scales[..., blocks, :], in_blocks(values, blocks))
+            yield start, stop, values
 
     def _size(self, d: int) -> int:
         return self.block_size or max(d, 1)
@@ -93,6 +110,39 @@ class _BlockCode(Compressor):
         return message[..., :num_bytes].view(torch.float32).unflatten(-1, (-1, self.num_scales)), message[
             ..., num_bytes:
         ]
+
+
+class _LevelCode(_BlockCode):
+    """A code of integers: C(x) is the nearest or a random level, times the scale of the block and `step`.
+
+    Subclasses have `num_levels`; levels are integers between -num_levels and num_levels.
+    """
+
+    is_signed = True
+    num_levels: int
+
+    @abstractmethod
+    def _levels(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Write the scales, [..., blocks, 1]; yields (start, stop, levels [..., blocks, m]), floating as x or wider.
+
+        The caller may change the levels and this part of x before it takes the next ones.
+        """
+
+    def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        for start, stop, levels in self._levels(x, scales, t):
+            yield start, stop, levels.to(torch.int8).flatten(-2)
+
+    def _encode_and_subtract(self, x: Tensor, message: Tensor, rest: Tensor, t: int) -> None:
+        scales, packed = self._parts(message, x.shape[-1])
+        size = self._size(x.shape[-1])
+        for start, stop, levels in self._levels(x, scales, t):
+            codes = levels.to(torch.int8).flatten(-2)
+            pack(codes, self.bits, packed[packed_size(start, self.bits) : packed_size(stop, self.bits)])
+            values = levels.mul_(scales[start // size : -(-stop // size)].to(x.dtype) * self.step)
+            torch.sub(x[start:stop], values.flatten(-2), out=rest[start:stop])
+
+    def _write_values(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        out.copy_(codes).mul_(scales)
 
 
 class SignNorm(_BlockCode):
@@ -133,14 +183,14 @@ class SignNorm(_BlockCode):
         for start, stop, _ in chunks(x, size):
             yield start, stop, is_below(x[..., start:stop], 0).view(torch.uint8)
 
-    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.view(torch.int8).mul_(-2).add_(1).to(scales.dtype).mul_(scales)
+    def _write_values(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        out.copy_(codes.view(torch.int8).mul_(-2).add_(1)).mul_(scales)
 
     def __repr__(self) -> str:
         return f"SignNorm({self.block_size})"
 
 
-class QSGD(_BlockCode):
+class QSGD(_LevelCode):
     """C(x) = ||x||_2 / s * xi(s x / ||x||_2) in each bucket; xi rounds at random to an integer, with E xi(y) = y.
 
     With s = 2^(bits-1) - 1 an entry takes a sign and bits - 1 bits, and a bucket of B entries one float32 in addition.
@@ -172,8 +222,6 @@ class QSGD(_BlockCode):
         >>> qsgd.add_decompressed(message, y)
     """
 
-    is_signed = True
-
     def __init__(self, bits: int = 8, bucket_size: int = 512, seed: int = 0, *, unbiased: bool = False) -> None:
         self.bits = checked_bits(bits)
         self.bucket_size = self.block_size = checked_multiple_of_8("bucket_size", bucket_size)
@@ -183,7 +231,7 @@ class QSGD(_BlockCode):
         omega = min(bucket_size / self.num_levels**2, math.sqrt(bucket_size) / self.num_levels)
         self.step = 1 / self.num_levels / (1 if unbiased else 1 + omega)  # the value of level 1, in units of the norm
 
-    def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+    def _levels(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
         scales[..., 0] = saturated(_norms(x, self.bucket_size, 2), LARGEST)
         word, stride = random_words(self.seed, t, 2)
         generator, dither = torch.Generator(x.device).manual_seed(word), x.new_empty(0)
@@ -195,16 +243,13 @@ class QSGD(_BlockCode):
             levels.mul_(self.num_levels).add_(in_blocks(rolled[: stop - start], buckets))  # one dither for all rows
             # Sums may round up to s + 1. NaN becomes level 0: from 0 / 0, and where the norm is not finite either.
             levels.floor_().clamp_(-self.num_levels, self.num_levels).nan_to_num_(nan=0.0)
-            yield start, stop, levels.to(torch.int8).flatten(-2)
-
-    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.to(scales.dtype).mul_(scales)
+            yield start, stop, levels
 
     def __repr__(self) -> str:
         return f"QSGD(bits={self.bits}, bucket_size={self.bucket_size}, seed={self.seed}, unbiased={self.unbiased})"
 
 
-class Absmax(_BlockCode):
+class Absmax(_LevelCode):
     """C(x) = M / s round(s x / M) in each block, with its largest magnitude M: the nearest of 2 s + 1 even levels.
 
     With s = 2^(bits-1) - 1 an entry takes `bits` bits, and a block one float32 in addition. An entry errs by M / (2 s)
@@ -231,7 +276,7 @@ class Absmax(_BlockCode):
         >>> absmax.add_decompressed(message, y)
     """
 
-    is_signed = True
+    longest = 1 << 19  # a run of `CodedAverage` is one chunk: calls take more time than the cache saves
 
     def __init__(self, bits: int = 8, block_size: int = 64) -> None:
         self.bits = checked_bits(bits)
@@ -239,13 +284,10 @@ class Absmax(_BlockCode):
         self.num_levels = 2 ** (bits - 1) - 1
         self.step = 1 / self.num_levels
 
-    def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
-        for start, stop, units in _in_units_of_largest(x, scales, self._size(x.shape[-1])):
+    def _levels(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
+        for start, stop, units in self._in_units_of_largest(x, scales):
             # Where the scale is not finite, all levels give NaN or infinity.
-            yield start, stop, units.mul_(self.num_levels).round_().to(torch.int8).flatten(-2)
-
-    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.to(scales.dtype).mul_(scales)
+            yield start, stop, units.mul_(self.num_levels).round_()
 
     def __repr__(self) -> str:
         return f"Absmax(bits={self.bits}, block_size={self.block_size})"
@@ -287,7 +329,7 @@ class BlockFloat(_BlockCode):
         self.step = 1 / self.largest
 
     def _codes(self, x: Tensor, scales: Tensor, t: int) -> Iterator[tuple[int, int, Tensor]]:
-        for start, stop, shares in _in_units_of_largest(x, scales, self._size(x.shape[-1])):
+        for start, stop, shares in self._in_units_of_largest(x, scales):
             units = shares.mul_(self.largest).float()
             if self.bits == 8:
                 codes = units.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -298,9 +340,9 @@ class BlockFloat(_BlockCode):
                 codes = places.round_().to(torch.int8).add_(is_negative, alpha=8).view(torch.uint8)
             yield start, stop, codes.flatten(-2)
 
-    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        numbers = _numbers(self.bits, scales.dtype, scales.device)
-        return numbers.index_select(0, codes.flatten().int()).view(codes.shape).mul_(scales)
+    def _write_values(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        numbers = _numbers(self.bits, out.dtype, out.device)
+        out.copy_(numbers.index_select(0, codes.flatten().int()).view(codes.shape)).mul_(scales)
 
     def __repr__(self) -> str:
         return f"BlockFloat(bits={self.bits}, block_size={self.block_size})"
@@ -358,9 +400,8 @@ class TwoBit(_BlockCode):
             is_negative = x[..., start:stop] < 0
             yield start, stop, is_high.flatten(-2).view(torch.uint8).mul(2).add_(is_negative.view(torch.uint8))
 
-    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        values = torch.where(codes >= 2, scales[..., 1:], scales[..., :1])
-        return values.mul_(1 - 2 * (codes & 1).to(values.dtype))
+    def _write_values(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        out.copy_(torch.where(codes >= 2, scales[..., 1:], scales[..., :1])).mul_(1 - 2 * (codes & 1).to(out.dtype))
 
     def __repr__(self) -> str:
         return f"TwoBit({self.block_size})"
@@ -401,17 +442,6 @@ def _norms(x: Tensor, block_size: int, p: int) -> Tensor:
 def _in_range_of_float32(x: Tensor) -> Tensor:
     """x, float32 or float64, with finite numbers beyond the range of float32 replaced by its largest number."""
     return x if x.dtype == torch.float32 else saturated(x, LARGEST)
-
-
-def _in_units_of_largest(x: Tensor, scales: Tensor, block_size: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Write the largest magnitude of each block as its scale; yields (start, stop, x in these units, in blocks).
-
-    A block of zeros stays zero. A block with infinities or NaN has an infinite scale, or NaN.
-    """
-    for start, stop, blocks in chunks(x, block_size, cuts_blocks=False):
-        rows = in_blocks(_in_range_of_float32(x[..., start:stop]), blocks)
-        scales[..., blocks, :] = saturated(rows.abs().amax(-1, keepdim=True), LARGEST)
-        yield start, stop, rows / scales[..., blocks, :].clamp_min(_TINY)
 
 
 def _sums(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,8 +68,9 @@ def test_round_trip_is_the_dense_oracle(name: str, dtype: torch.dtype, device: s
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_vector_of_several_chunks_is_the_dense_oracle(name: str) -> None:
+def test_a_vector_of_several_chunks_is_the_dense_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are longer than a chunk, too; the largest entries are in the first chunk."""
+    monkeypatch.setattr(Absmax, "longest", None)  # chunks of 131,072 entries
     compressor, x = CASES[name].make(), vector(300_001)
     x[:10] *= 100
     message, target, rest = compressor.message_like(x), torch.zeros_like(x), torch.empty_like(x)
@@ -94,6 +95,14 @@ def test_the_rest_has_the_bits_of_a_copy_that_the_message_is_taken_from(name: st
             compressor.compress(x, again, t=5, rest=rest)
             assert raw(again) == raw(message)
             torch.testing.assert_close(rest, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_vector_that_requires_a_gradient_has_the_same_message(name: str) -> None:
+    compressor, x = CASES[name].make(), vector(100)
+    message, expected = compressor.message_like(x), compressed(compressor, x, t=5)
+    compressor.compress(x.clone().requires_grad_(), message, t=5)
+    assert raw(message) == raw(expected)
 
 
 @pytest.mark.parametrize("narrow", [None, "target", "also"])
