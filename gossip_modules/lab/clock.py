@@ -370,6 +370,7 @@ class StepClock:
         buffer_bytes: the size of these buffers, which travel once in a round.
         model_bytes: the size of the vector that exact averages and copies are of; None: the size of the message.
         average: an average over all workers: the bytes that each sends, and its time; None: the all-reduce of a model.
+        scheduled: an exact average of the schedule; None: as `average`.
 
     Attributes:
         starts: the time at which each worker has started its present step: float64 [n], in seconds.
@@ -393,11 +394,13 @@ class StepClock:
         buffer_bytes: float = 0.0,
         model_bytes: float | None = None,
         average: MessageCost | None = None,
+        scheduled: MessageCost | None = None,
     ) -> None:
         self.compute, self.links, self.message = compute, links, message
         n, size = links.num_ranks, message.num_bytes if model_bytes is None else model_bytes
         self.model_bytes, self.buffer_bytes = size, buffer_bytes
         self.average = average or MessageCost(2 * (n - 1) / n * size, links.all_reduce_seconds(size))
+        self.scheduled = scheduled or self.average
         self.starts, self.waited_seconds = np.zeros(n), np.zeros(n)
         self.sent_bytes = self.line_bytes = 0.0
         self.k = self.first_k = 0
@@ -428,7 +431,7 @@ class StepClock:
         for answered in exchanges:
             rows = answered.rows
             if rows is None:
-                average = self.average if answered.share is None else self._gather(answered.share)
+                average = self.scheduled if answered.is_scheduled else self._average(answered.share)
                 since = np.full(len(since), since.max() + average.encode_seconds)
                 self._count(average)
             else:
@@ -445,8 +448,15 @@ class StepClock:
         self.sent_bytes += average.num_bytes
         self.line_bytes += self.links.num_crossing_ring * average.num_bytes
 
-    def _gather(self, share: float) -> MessageCost:
-        """The cost of messages of such a share of the vector from all to all, in place of an all-reduce of it."""
+    def _average(self, share: float | None) -> MessageCost:
+        """The cost of an average of a round.
+
+        Args:
+            share: messages of such a share of the vector go from all to all, in place of an all-reduce of it; None: as
+                `average` says.
+        """
+        if share is None:
+            return self.average
         num_bytes, whole = share * self.model_bytes + self.buffer_bytes, self.model_bytes + self.buffer_bytes
         seconds = self.average.encode_seconds - self.links.all_reduce_seconds(whole)
         others = self.links.num_ranks - 1

@@ -420,9 +420,9 @@ class PlanRun:
             if vars(sender).get("collective") == "all_reduce":
                 average = self.coded_average(vars(sender)["compressor"], message, size, buffers)
         else:
-            sent = size + buffers
-            average = MessageCost(2 * (1 - 1 / self.num_ranks) * sent, self.links.all_reduce_seconds(sent))
-        average = average._replace(encode_seconds=average.encode_seconds + self.setting.network.average_start_s)
+            average = self.exact_average(size + buffers)
+        average = self.with_start(average)
+        scheduled = self.with_start(self.exact_average(self.model_bytes + self.buffer_bytes))
         step = _OUTER_PASSES * self.links.memory_seconds(size) if isinstance(outer, OuterMethod) else 0.0
         late: Callable[..., StepClock] = OverlapClock if overlap else StepClock
         if delay := getattr(outer, "delay", 0):
@@ -430,9 +430,17 @@ class PlanRun:
         else:
             average = average._replace(encode_seconds=average.encode_seconds + step)
             message = message._replace(encode_seconds=message.encode_seconds + step)
-        sizes = {"buffer_bytes": buffers, "model_bytes": size, "average": average}
+        sizes = {"buffer_bytes": buffers, "model_bytes": size, "average": average, "scheduled": scheduled}
         clock = late(self.setting.compute, self.links, message, **sizes)
         return Running(driver, clock, schedule)
+
+    def exact_average(self, num_bytes: float) -> MessageCost:
+        """Return the cost of an all-reduce of so many bytes."""
+        return MessageCost(2 * (1 - 1 / self.num_ranks) * num_bytes, self.links.all_reduce_seconds(num_bytes))
+
+    def with_start(self, average: MessageCost) -> MessageCost:
+        """Return the cost of an average with the time until all workers have begun it."""
+        return average._replace(encode_seconds=average.encode_seconds + self.setting.network.average_start_s)
 
     def coded_average(self, code: Compressor, message: MessageCost, size: float, buffers: float) -> MessageCost:
         """Return the cost of an average of codes in two phases.

@@ -41,7 +41,8 @@ class Answered(NamedTuple):
         code: the code of an average over all ranks, for the buffers that take one; None: buffers are sent exactly.
         t: the number of the round with that code.
         share: the size of a message to all ranks as a share of the vector, if it differs from round to round.
-        is_awaited: whether training waits for it, whatever the delay of rounds: an exact average of the schedule.
+        is_scheduled: whether it is an exact average of the schedule, of the whole models, in place of a round.
+        is_awaited: whether training waits for it, whatever the delay of rounds.
     """
 
     rows: Rows | None
@@ -51,6 +52,7 @@ class Answered(NamedTuple):
     code: Compressor | None = None
     t: int = 0
     share: float | None = None
+    is_scheduled: bool = False
     is_awaited: bool = False
 
     def mix_buffers(self, b: Tensor, kept: Tensor, *, takes_code: bool = False) -> tuple[Tensor, Tensor]:
@@ -298,7 +300,7 @@ class Stacked:
             action: AVERAGE or WARM_UP.
         """
         self.average(models, is_model=True)
-        self._answered[-1] = self._answered[-1]._replace(is_awaited=not self.overlap)
+        self._answered[-1] = self._answered[-1]._replace(is_scheduled=True, is_awaited=not self.overlap)
         for memory in (memory for part in (self, *self.fragments) for memory in part.memories):
             memory.restart(Restart.ALL if action is Action.WARM_UP else Restart.AVERAGE)
         if action is Action.WARM_UP and not self.overlap:

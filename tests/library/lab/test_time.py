@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import gossip_modules as gm
+from gossip_modules import DiLoCo
+from gossip_modules.compression import Absmax
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.lab import Compute, Network, Setting, simulate
 from gossip_modules.lab.asynchronous import Groups
@@ -25,6 +28,7 @@ from gossip_modules.lab.plan import Running
 from gossip_modules.mixing_manager.graph_weights import default_mixing
 from gossip_modules.rounds.rows import StackedMixing
 from gossip_modules.rounds.stacked import Answered
+from gossip_modules.schedule import Schedule
 from tests.library.lab.simulations import (
     CLUSTER,
     LINKS,
@@ -138,6 +142,28 @@ def test_periodic_averages_wait_for_the_slowest_and_no_other_step_does() -> None
         assert method.starts.tolist() == pytest.approx(here, rel=1e-12)
         durations = UNEVEN.step_seconds(k, workers(n)).tolist()
         here = [a + b for a, b in zip(here, durations)]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(
+    "code",
+    [{}, {"compressor": Absmax(4, 32)}, {"compressor": Absmax(4, 32), "collective": "all_reduce"}],
+    ids=["exact", "gathered codes", "averaged codes"],
+)
+def test_an_average_of_the_schedule_takes_the_time_of_all_parameters_without_a_code(
+    code: dict[str, Any], fragments: int
+) -> None:
+    n, size, num_averages = 4, 1e7, 3
+    network, algorithm = WorkerLinks(LINKS, workers(n)), DiLoCo(4 * fragments, fragments=fragments, **code)
+    setting = Setting(n, int(size / 4), UNEVEN, LINKS)
+    method = made(algorithm, setting, schedule=Schedule(average_until=num_averages))
+    x, here = start(n), [0.0] * n
+    for k in range(num_averages):
+        method.forward(x)
+        here = [max(here) + network.all_reduce_seconds(size)] * n
+        assert method.starts.tolist() == pytest.approx(here, rel=1e-12)
+        here = [a + b for a, b in zip(here, UNEVEN.step_seconds(k, workers(n)).tolist(), strict=True)]
+    assert method.sent_bytes == pytest.approx(num_averages * 2 * (1 - 1 / n) * size)
 
 
 @pytest.mark.parametrize("n", [4, 5, 6])
