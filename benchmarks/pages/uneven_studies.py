@@ -89,7 +89,10 @@ def data_said(rows: pd.DataFrame) -> str:
     ends = {split: split_ends(rows, split) for split in SKEWED}
     levels = [of(found, "all-reduce") for found in ends.values()]
     accuracies, rates = (together([f"{level[name]:{form}}" for level in levels]) for name, form in LEVELS.items())
-    seeds = together([f"{counts(found['seeds'])} with {split}" for split, found in ends.items()])
+    numbers = {split: counts(found["seeds"]) for split, found in ends.items()}
+    seeds = together([f"{number} with {split}" for split, number in numbers.items()])
+    if len({*numbers.values()}) == 1:
+        seeds = numbers[SKEWED[0]]
     return " ".join(
         (
             f"**With one or two classes on each of 16 workers, {method} ends "
