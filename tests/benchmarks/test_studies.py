@@ -376,7 +376,10 @@ def test_the_pages_of_uneven_studies_have_the_gaps_of_their_rows() -> None:
     assert f"{first} and D-PSGD on a ring 6.0.**" in said
     assert "Compare the methods on the ring with D-PSGD: D-PSGD 6.0." in said
     assert "All-reduce reaches 60.0, 60.0 and 60.0 % with alpha 1, alpha 0.1 and 1-2 classes" in said
-    assert said.endswith("Seeds: 2 with alpha 1, 2 with alpha 0.1 and 2 with 1-2 classes.")
+    assert said.endswith("Seeds: 2.")
+    fewer = {(name, seed): error for (name, seed), error in errors.items() if seed == 1 or "classes" not in name}
+    said = uneven_studies.data_said(rows_of(fewer, workers=16))
+    assert said.endswith("Seeds: 2 with alpha 1, 2 with alpha 0.1 and 1 with 1-2 classes.")
     assert uneven_studies.unsigned(-0.02) == "0.0"
     names = [name for name in uneven.on_base_graphs(25) if name.startswith("Base")]
     gaps = {"all-reduce": 0.0, "SGP": 2.0, **dict(zip(names, (3.0, 1.5, -0.5), strict=True))}
