@@ -286,7 +286,7 @@ class Spare:
 
     Args:
         x: the vector, [..., d], whose chunks follow; the first one is the longest.
-        dtype: of the numbers; None: that of x.
+        dtype: of the numbers; None: the dtype of x.
     """
 
     def __init__(self, x: Tensor, dtype: torch.dtype | None = None) -> None:
