@@ -42,10 +42,19 @@ def pack(codes: Tensor, bits: int, packed: Tensor) -> None:
     lanes = codes.view(torch.uint8).bitwise_and((1 << bits) - 1)
     if codes.shape[-1] % per_byte:
         lanes = torch.nn.functional.pad(lanes, (0, -codes.shape[-1] % per_byte))
-    # The codes of one packed byte are the bytes of one integer. The product has all of them in its highest byte, and no
-    # two of its terms have a bit in common.
-    lanes = lanes.view(_LANES[bits])
-    packed.copy_(lanes.mul_(_GATHER[bits]).bitwise_right_shift_(8 * per_byte - 8))  # the lowest byte of each integer
+    packed.copy_(_gathered(lanes.view(_LANES[bits]), bits))
+
+
+def _gathered(lanes: Tensor, bits: int) -> Tensor:
+    """Move the codes that are the bytes of an integer next to each other, to its lowest byte.
+
+    The product has all of them in its highest byte, and no two of its terms have a bit in common.
+
+    Args:
+        lanes: the integers; changed.
+        bits: the number of bits of a code.
+    """
+    return lanes.mul_(_GATHER[bits]).bitwise_right_shift_(64 // bits - 8)
 
 
 def unpack(packed: Tensor, bits: int, num_codes: int, *, signed: bool = False) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
@@ -145,6 +146,7 @@ class Compressor(ABC):
             )
         return sizes[message.numel()]
 
+    @torch.no_grad()
     def decompressed(self, x: Tensor, *, t: int = 0) -> Tensor:
         """C(x_i) of each row: the values that a receiver of the message of rank i adds.
 
@@ -263,16 +265,18 @@ def chunks(
 ) -> Iterator[tuple[int, int, slice]]:
     """Cut the last dimension of x into chunks (start, stop, blocks) of whole blocks, or of a part of one long block.
 
-    So temporary tensors stay small; on a CPU a chunk fits in the cache. All blocks of a chunk have the same size, and
-    starts are multiples of 8 if block_size is. Messages do not depend on where x is cut, except by `QSGD`.
+    So temporary tensors stay small; on a CPU a chunk of one row fits in a cache. All blocks of a chunk have the same
+    size, and starts are multiples of 8 if block_size is. Messages do not depend on where x is cut, except by `QSGD`.
 
     Args:
         x: the vector, [..., d].
         block_size: the number of entries of a block.
         cuts_blocks: whether a block that is longer than a chunk is cut in parts.
-        longest: the number of entries of a chunk on a CPU; None: 131,072.
+        longest: the number of entries of a chunk of all rows together on a CPU; a row has 131,072 at least. None: it
+            has so many.
     """
-    d, longest = x.shape[-1], (longest or 1 << 17) if x.device.type == "cpu" else 1 << 24
+    d, num_rows = x.shape[-1], max(math.prod(x.shape[:-1]), 1)
+    longest = max((longest or 0) // num_rows, 1 << 17) if x.device.type == "cpu" else 1 << 24
     if not cuts_blocks:
         longest = max(longest, block_size)
     whole, step = d // block_size * block_size, max(longest // block_size, 1) * block_size

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from gossip_modules.compression import bit_packing
 from gossip_modules.compression.bit_packing import indices_size, pack, pack_indices, packed_size, unpack, unpack_indices
 
 
@@ -18,6 +19,16 @@ def test_codes_fill_bytes_from_the_lowest_bit(bits: int, n: int) -> None:
     pack(torch.from_numpy(codes), bits, packed)
     assert packed.numpy().tolist() == np.packbits(string, bitorder="little").tolist()
     assert unpack(packed, bits, n).numpy().tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_codes_are_gathered_by_one_product(bits: int) -> None:
+    """As on other devices than a CPU, where numpy packs single bits."""
+    codes = torch.from_numpy(np.random.default_rng(0).integers(0, 1 << bits, 800, dtype=np.uint8))
+    packed = torch.empty(packed_size(800, bits), dtype=torch.uint8)
+    pack(codes, bits, packed)
+    lanes = bit_packing._gathered(codes.clone().view(bit_packing._LANES[bits]), bits)
+    assert torch.equal(lanes.to(torch.uint8), packed)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])

@@ -83,7 +83,7 @@ def test_a_vector_of_several_chunks_is_the_dense_oracle(name: str, monkeypatch: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_rest_has_the_bits_of_a_copy_that_the_message_is_taken_from(name: str, dtype: torch.dtype) -> None:
+def test_the_rest_equals_a_copy_that_the_message_is_taken_from(name: str, dtype: torch.dtype) -> None:
     """In another vector, and in x itself; the message is the same."""
     compressor = CASES[name].make()
     for d in DIMENSIONS:
@@ -103,6 +103,9 @@ def test_a_vector_that_requires_a_gradient_has_the_same_message(name: str) -> No
     message, expected = compressor.message_like(x), compressed(compressor, x, t=5)
     compressor.compress(x.clone().requires_grad_(), message, t=5)
     assert raw(message) == raw(expected)
+    rows = torch.stack([x, 2 * x])
+    values = compressor.decompressed(rows.clone().requires_grad_(), t=5)
+    torch.testing.assert_close(values, compressor.decompressed(rows, t=5), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("narrow", [None, "target", "also"])
