@@ -404,9 +404,7 @@ class PlanRun:
         algorithm, overlap = self.made, self.plan.overlap
         mixing = self.weights(algorithm)
         driver = Stacked(algorithm, mixing, self.num_ranks, overlap=overlap, shapes=self.models.shapes)
-        takes_schedule = {"gossip_every", "schedule"} & {*self.plan.method.options}
-        schedule = self.plan.schedule if takes_schedule else Schedule()
-        algorithm.check_schedule(schedule)
+        algorithm.check_schedule(self.plan.schedule)
         outer, sender = algorithm.parts[0], algorithm.parts[-1]
         share = 1 / getattr(outer, "num_fragments", 1)
         size, buffers = share * self.model_bytes, share * self.buffer_bytes
@@ -432,7 +430,7 @@ class PlanRun:
             message = message._replace(encode_seconds=message.encode_seconds + step)
         sizes = {"buffer_bytes": buffers, "model_bytes": size, "average": average, "scheduled": scheduled}
         clock = late(self.setting.compute, self.links, message, **sizes)
-        return Running(driver, clock, schedule)
+        return Running(driver, clock, self.plan.schedule)
 
     def exact_average(self, num_bytes: float) -> MessageCost:
         """Return the cost of an all-reduce of so many bytes."""

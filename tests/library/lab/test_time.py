@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 import gossip_modules as gm
-from gossip_modules import DiLoCo
+from gossip_modules import DiLoCo, SparseLoCo, StreamingDiLoCo
 from gossip_modules.compression import Absmax
+from gossip_modules.extend import Algorithm
 from gossip_modules.graph_manager.butterfly_groups import ButterflyGroups
 from gossip_modules.lab import Compute, Network, Setting, simulate
 from gossip_modules.lab.asynchronous import Groups
@@ -144,17 +146,24 @@ def test_periodic_averages_wait_for_the_slowest_and_no_other_step_does() -> None
         here = [a + b for a, b in zip(here, durations)]
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize(
-    "code",
-    [{}, {"compressor": Absmax(4, 32)}, {"compressor": Absmax(4, 32), "collective": "all_reduce"}],
-    ids=["exact", "gathered codes", "averaged codes"],
-)
-def test_an_average_of_the_schedule_takes_the_time_of_all_parameters_without_a_code(
-    code: dict[str, Any], fragments: int
-) -> None:
+CODES: Mapping[str, Mapping[str, Any]] = {
+    "exact": {},
+    "gathered codes": {"compressor": Absmax(4, 32)},
+    "averaged codes": {"compressor": Absmax(4, 32), "collective": "all_reduce"},
+}
+AVERAGED: dict[str, Algorithm] = {
+    f"{name}, {fragments} fragments": DiLoCo(4 * fragments, fragments=fragments, **code)
+    for fragments in (1, 2)
+    for name, code in CODES.items()
+}
+AVERAGED["streaming"] = StreamingDiLoCo(8, fragments=2, delay=1)
+AVERAGED["sparse"] = SparseLoCo(4)
+
+
+@pytest.mark.parametrize("algorithm", AVERAGED.values(), ids=AVERAGED)
+def test_an_average_of_the_schedule_takes_the_time_of_all_parameters_without_a_code(algorithm: Algorithm) -> None:
     n, size, num_averages = 4, 1e7, 3
-    network, algorithm = WorkerLinks(LINKS, workers(n)), DiLoCo(4 * fragments, fragments=fragments, **code)
+    network = WorkerLinks(LINKS, workers(n))
     setting = Setting(n, int(size / 4), UNEVEN, LINKS)
     method = made(algorithm, setting, schedule=Schedule(average_until=num_averages))
     x, here = start(n), [0.0] * n
