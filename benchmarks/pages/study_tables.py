@@ -97,4 +97,4 @@ def progress(rows: pd.DataFrame, planned: int) -> str:
     done = len(trainings(rows))
     if done == planned:
         return ""
-    return f"Not finished: {done} of {planned} trainings have run; the commands below go on with them."
+    return f"The study has {done} of its {planned} trainings."

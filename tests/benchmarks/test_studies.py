@@ -326,7 +326,7 @@ def test_gaps_are_compared_before_rounding() -> None:
 def test_a_page_says_how_many_trainings_have_run() -> None:
     rows = rows_of({("a", 1): 40.0})
     assert progress(rows, 1) == ""
-    assert progress(rows, 3).startswith("Not finished: 1 of 3 trainings have run")
+    assert progress(rows, 3).startswith("The study has 1 of its 3 trainings.")
     for studies_, expected in ((images.IMAGES, image_studies.PLANNED), (uneven.UNEVEN, uneven_studies.PLANNED)):
         planned = {name: sum(len(study.methods(n)) for n, *_ in study.cells) for name, study in studies_.items()}
         assert planned == expected
@@ -388,4 +388,3 @@ def test_the_pages_of_uneven_studies_have_the_gaps_of_their_rows() -> None:
     said = uneven_studies.numbers_said(pd.concat([few, many], ignore_index=True))
     assert "ends 2.0 points below all-reduce" in said
     assert "3.0 with 1 peer, 1.5 with 2 peers and -0.5 with 4 peers.**" in said
-    assert "`BaseGraph` with 1 peer 0 of 2, `BaseGraph` with 2 peers 1 of 2" in said
