@@ -342,7 +342,7 @@ class BlockFloat(_BlockCode):
 
     def _write_values(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         numbers = _numbers(self.bits, out.dtype, out.device)
-        out.copy_(numbers.index_select(0, codes.flatten().int()).view(codes.shape)).mul_(scales)
+        torch.mul(numbers.index_select(0, codes.flatten().int()).view(codes.shape), scales, out=out)
 
     def __repr__(self) -> str:
         return f"BlockFloat(bits={self.bits}, block_size={self.block_size})"
@@ -401,7 +401,8 @@ class TwoBit(_BlockCode):
             yield start, stop, is_high.flatten(-2).view(torch.uint8).mul(2).add_(is_negative.view(torch.uint8))
 
     def _write_values(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        out.copy_(torch.where(codes >= 2, scales[..., 1:], scales[..., :1])).mul_(1 - 2 * (codes & 1).to(out.dtype))
+        magnitudes = torch.where(codes >= 2, scales[..., 1:], scales[..., :1])
+        torch.mul(magnitudes, 1 - 2 * (codes & 1).to(out.dtype), out=out)
 
     def __repr__(self) -> str:
         return f"TwoBit({self.block_size})"
