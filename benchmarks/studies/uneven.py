@@ -146,7 +146,7 @@ UNEVEN: Mapping[str, Study] = {
         on_numbers,
         cells=tuple((n, 400, seed) for seed in (1, 2, 3) for n in NUMBERS),
         rates=(0.05, 0.1),
-        tuning=1.0,  # a quarter of 400 steps chooses rates that are 4 points worse
+        tuning=1.0,  # a quarter of so few steps does not choose the best rate of all of them
         points=2,
         train=on_split,
     ),
