@@ -37,6 +37,7 @@ from ..rounds.optimizer_watch import check_momentum
 from ..rounds.periodic import Periodic
 from ..rounds.rows import Indices, StackedMixing
 from ..rounds.stacked import Stacked
+from ..rounds.wire import WIRE_DTYPES, code_of
 from ..schedule import Schedule
 from ..warn import levels_to_user
 from ..wrappers.arguments import check_overlap
@@ -141,9 +142,9 @@ class LabPlan:
         schedule: the steps with gossip and with averages over all.
         overlap: whether a round takes effect at a later step, under the compute.
         max_staleness: see `GossipDataParallel`; with overlap. Each round is late by so many steps.
-        wire_dtype: torch.bfloat16 or torch.float16 rounds messages of models, as `wire_dtype=` of the wrappers does;
-            for D-PSGD, SGP, Overlap SGP and MATCHA. For AllReduce it rounds gradients, as the hooks of
-            DistributedDataParallel do. None: they are not rounded.
+        wire_dtype: torch.bfloat16, torch.float16 or torch.int8 rounds messages of models, as `wire_dtype=` of the
+            wrappers does; for D-PSGD, SGP, Overlap SGP and MATCHA. For AllReduce a dtype of 16 bits rounds gradients,
+            as the hooks of DistributedDataParallel do. None: they are not rounded.
         is_recipe: whether the recipe chose the settings, so that other settings may be tried.
         is_text: whether a text names the method, so that its draws take the seed of the setting.
 
@@ -173,7 +174,7 @@ class LabPlan:
         Args:
             what: a plan; an algorithm, or the settings of another method, such as `SGP()`; or a text: `method`,
                 `method:graph` or `method:graph:code`, with the name of a method, or the text of an algorithm with its
-                code. `+bfloat16` or `+float16` at its end is the `wire_dtype`.
+                code. `+bfloat16`, `+float16` or `+int8` at its end is the `wire_dtype`.
             others: further arguments of `LabPlan`.
 
         Raises:
@@ -193,7 +194,7 @@ class LabPlan:
         if name not in METHODS or len(rest) > (1 if text else 2) or (text and first):
             raise ValueError(
                 f"got method={what!r}, expected <method>[:<graph>[:<code>]] with a method of {', '.join(METHODS)}, or "
-                "<algorithm>[:<graph>], with +bfloat16 or +float16 at the end for messages of 16 bits; e.g. sgp, "
+                "<algorithm>[:<graph>], with +bfloat16, +float16 or +int8 at the end for narrow messages; e.g. sgp, "
                 "dpsgd:ring, choco:torus:topk, osgp+bfloat16 or 'DiLoCo(sync_every=50)'"
             )
         graph, code = [*rest, "", ""][:2]
@@ -330,6 +331,11 @@ class LabPlan:
             raise ValueError(
                 f"got wire_dtype={self.wire_dtype} of {self.method.name} in the Lab, expected None, or a method of "
                 f"{', '.join(('ar', *_ROUNDED))}"
+            )
+        if self.wire_dtype is torch.int8 and self.method.name == "ar":
+            raise ValueError(
+                "got wire_dtype=torch.int8 of ar in the Lab, expected torch.bfloat16, torch.float16 or None: the hooks "
+                "of DistributedDataParallel add gradients of 16 bits"
             )
         run = PlanRun(replace(self.resolved(len(workers)), chosen=chosen), setting, models, workers)
         make: Callable[[PlanRun], Running] | None = self.method.simulate or _RUNS.get(self.method.name)
@@ -517,8 +523,9 @@ class PlanRun:
     def rounded(self, wire_dtype: torch.dtype, size: float) -> MessageCost:
         """Return the cost of a vector of `size` bytes that is sent in another dtype."""
         dtype = torch.float32 if self.setting.num_parameters else self.models.x.dtype
-        num_bytes = Cast(wire_dtype).num_bytes(int(size / dtype.itemsize), dtype)
-        return _message(self.links, size, num_bytes, CODE_PASSES[Cast])
+        code = code_of(wire_dtype)
+        num_bytes = code.num_bytes(int(size / dtype.itemsize), dtype)
+        return _message(self.links, size, num_bytes, CODE_PASSES[type(code)])
 
     def matcha_weights(self) -> MixingManager:
         """Return the weights of MATCHA's matchings."""
@@ -587,7 +594,7 @@ class PlanRun:
 
 _ROUNDED = ("dpsgd", "sgp", "osgp", "matcha")
 """The methods whose messages of models the Lab rounds."""
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WIRE_DTYPES}
 _RUNS: Mapping[str, Callable[[PlanRun], Running]] = {
     "ar": PlanRun.all_reduce,
     **dict.fromkeys(_ROUNDED, PlanRun.gossip),

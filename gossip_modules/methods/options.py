@@ -41,8 +41,8 @@ class WrapperOptions:
     nprocs_per_node: int = 1
     """Processes that average gradients among themselves and gossip as one."""
     wire_dtype: str = "none"
-    """none, bfloat16 or float16: parameters are rounded to it when they are sent. auto, with --overlap auto: bfloat16
-    where a round takes longer than the rest of a step."""
+    """none, bfloat16, float16 or int8: parameters are rounded to it when they are sent. auto, with --overlap auto:
+    bfloat16 where a round takes longer than the rest of a step."""
 
 
 WRAPPER_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(WrapperOptions))

@@ -30,6 +30,7 @@ WIRE_DTYPES: Mapping[str, torch.dtype | None] = {
     "none": None,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "int8": torch.int8,
 }
 """The values of the option wire_dtype."""
 

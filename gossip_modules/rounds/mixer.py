@@ -120,8 +120,10 @@ class Mixer(State, ABC):
         """The senders to this rank in the last started round."""
         return range(self.transport.world_size)
 
-    received: Sequence[FlatVector] | None = None
-    """The messages to this rank in the last round; None: the mixer does not keep them."""
+    @property
+    def received(self) -> Sequence[FlatVector] | None:
+        """The messages to this rank in the last round; None: the mixer does not keep them."""
+        return None
 
     def describe(self, dtypes: Sequence[torch.dtype]) -> str:
         """Describe the settings to compare between ranks when the model is wrapped.

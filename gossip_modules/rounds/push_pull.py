@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Cast
 from ..flat.distance import DistanceBound, check_bound, norm
 from ..flat.layout import CHUNK_BYTES, check_chunk_bytes
 from ..flat.vector import FlatVector
@@ -24,6 +23,7 @@ from ..transport.exchange import Messages
 from ..worlds.world import ALONE, ModelWorld
 from .deltas import Deltas
 from .mixer import Mixer
+from .wire import Wire, wire_of
 
 _MAX_PREPARED = 64  # sets of peers
 
@@ -42,6 +42,11 @@ class PushPull(Mixer):
     numbers: x <- x + (W - I) s'. Every rank gives away exactly the numbers that its peers add. So the mean is kept up
     to the rounding of x, not of the wire, and no rank drifts. Ranks agree up to the resolution of the wire.
 
+    [Note: eight bits] With torch.int8 the messages are codes of `Absmax`: an entry is one of 255 even levels up to the
+    largest magnitude of its block of 64 entries. A message has 17/16 bytes per entry. Parameters of 16 bits are rounded
+    too, and running statistics are sent as they are: a variance may be a small part of the largest one in its block.
+    The moments of a `MixedMomentum` are rounded. If an entry is infinite or NaN, so is its block at the receiver.
+
     A message longer than `chunk_bytes` is sent in chunks ([Note: chunks] of `FlatLayout`). Each chunk is mixed while
     the next one is in transfer; the result has the same bits as with whole messages. Messages with a narrow wire, and
     messages between GPUs, are sent whole.
@@ -53,10 +58,11 @@ class PushPull(Mixer):
     mean over all ranks moves. Averaged buffers have the same bound, by their own norm. Messages are sent whole.
 
     Args:
-        wire_dtype: torch.bfloat16 or torch.float16, for wider segments; None: models are sent unrounded. Takes one
-            narrow copy of the model. float16 saturates at 65,504.
+        wire_dtype: torch.bfloat16 or torch.float16, for wider segments, or torch.int8, see [Note: eight bits]; None:
+            models are sent unrounded. Takes one narrow copy of the model. float16 saturates at 65,504.
         deltas: whether a link carries the changes of the rounded numbers since its last message, for equal results
-            with fewer bytes. Needs `wire_dtype`; takes a narrow copy for each peer, see [Note: deltas] of `Deltas`.
+            with fewer bytes. Needs a `wire_dtype` of 16 bits; takes a narrow copy for each peer, see [Note: deltas] of
+            `Deltas`.
         chunk_bytes: the largest size of a chunk, a multiple of 256; equal on all ranks.
         max_relative_distance: the largest distance of a peer's model from the own one, in units of the norm of the own
             one; > 0. Takes one more pass over each message. None: all models are mixed. See [Note: refused messages].
@@ -74,7 +80,7 @@ class PushPull(Mixer):
     _prepared: dict[Peers, Prepared] = transient({})
     _prepared_of: Callable[[], FlatVector | None] = transient(_nothing)  # the vector that they send, while it lives
     _prepared_weight: Tensor | None = transient(None)  # which they send too
-    received: Sequence[FlatVector] = ()  # the messages of the in-peers, in the order of the in-peers
+    _received: Sequence[FlatVector] = ()  # the messages of the in-peers, in the order of the in-peers
 
     @takes_old_arguments()
     def __init__(
@@ -85,14 +91,12 @@ class PushPull(Mixer):
         chunk_bytes: int = CHUNK_BYTES,
         max_relative_distance: float | None = None,
     ) -> None:
-        if wire_dtype not in (None, torch.bfloat16, torch.float16):
+        self._wire = wire_of(wire_dtype)
+        if deltas and (wire_dtype is None or wire_dtype.itemsize != 2):
             raise ValueError(
-                f"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16; None does not round"
-            )
-        if deltas and wire_dtype is None:
-            raise ValueError(
-                'got deltas=True without a dtype of 16 bits (wire_dtype=None, or "auto", which is chosen later), '
-                "expected one: nearly all float32 numbers change in every step; pass wire_dtype=torch.bfloat16 too"
+                f'got deltas=True without a dtype of 16 bits (wire_dtype={wire_dtype}, or "auto", which is chosen '
+                "later), expected one: nearly all float32 numbers and codes change in every step; pass "
+                "wire_dtype=torch.bfloat16 too"
             )
         check_chunk_bytes(chunk_bytes)
         self.wire_dtype, self.deltas = wire_dtype, deltas
@@ -114,7 +118,7 @@ class PushPull(Mixer):
 
     def narrow(self, wire_dtype: torch.dtype) -> None:
         """Round messages to `wire_dtype` from the next round on. Call it on all ranks, without a round in flight."""
-        self.wire_dtype = wire_dtype
+        self.wire_dtype, self._wire = wire_dtype, wire_of(wire_dtype)
         self._inbox = {}
         self._cut()
 
@@ -191,6 +195,13 @@ class PushPull(Mixer):
         """See `Mixer`."""
         return self._row.in_peers
 
+    @property
+    def received(self) -> Sequence[FlatVector]:
+        """See `Mixer`; decoded."""
+        if self._wire is None:
+            return self._received
+        return [self._wire.values_of(message, self._layout) for message in self._received]
+
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`."""
         self._post(s, t)
@@ -215,7 +226,8 @@ class PushPull(Mixer):
         assert self._pending is None, "a round is in flight: finish() it before the next start()"
         row = self._row
         row.begin(t, s.push_sum_weight)
-        sends, recvs, self.received = self._prepare(s if self.wire_dtype is None else self._narrow(s))
+        self._layout, self._sent = s.layout, None if self._wire is None else self._wire.message_of(s)
+        sends, recvs, self._received = self._prepare(s if self._sent is None else self._sent)
         if row.keeps_all:  # [Note: weights that run dry]
             sends = Messages({peer: tuple(map(torch.zeros_like, message)) for peer, message in sends.items()})
         if fill is not None and not (sends or recvs):  # no exchange would call `fill`
@@ -276,19 +288,22 @@ class PushPull(Mixer):
         self._wait()
         if self.bound is not None:
             self._refuse_far(self.bound, s)
-        weights, buffer_weights = self._row.weights, self._row.buffer_weights
-        if self._sent is not None and is_difference:  # s is not read below
-            s.raw.zero_()
-            s.push_sum_weight.zero_()
+        weights, buffer_weights = rows = self._row.weights, self._row.buffer_weights
+        if self._wire is not None and self._sent is not None:
+            if is_difference:  # s is not read below
+                s.raw.zero_()
+                s.push_sum_weight.zero_()
+            own, buffer_own = ([row.own - 1, *row.inp.values()] for row in rows)
+            self._add_all(s, self._wire, [self._sent, *self._received], own, buffer_own)
+            return 1.0
+        if weights == buffer_weights and is_difference:
+            return s.difference_(weights.own - 1, self._received, list(weights.inp.values()))
         if weights == buffer_weights:
-            if self._sent is None and is_difference:
-                return s.difference_(weights.own - 1, self.received, list(weights.inp.values()))
-            self._mix(s, self._sent, self.received, weights, is_difference=is_difference)
+            s.combine_(weights.own, self._received, list(weights.inp.values()))
             return 1.0
         for is_buffer, row in ((False, weights), (True, buffer_weights)):
-            half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *self.received))
-            sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
-            self._mix(half, sent, halves, row, is_difference=is_difference)
+            half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *self._received))
+            half.combine_(row.own - is_difference, halves, list(row.inp.values()))
         if is_difference:
             s.push_sum_weight.zero_()
         return 1.0
@@ -297,22 +312,24 @@ class PushPull(Mixer):
         """See `Mixer` and [Note: lost peers]."""
         if not self.transport.lost:
             return
-        row, messages = self._row, self.received
+        row, messages = self._row, self._received
         before, in_peers = (row.weights, row.buffer_weights), row.in_peers
         kept = row.leave_out(self.transport.lost)
-        self.received = [messages[k] for k in kept]
-        if before[0] == before[1]:
-            self._restate(s, self._sent, messages, in_peers, before[0], row.weights, alpha)
-            return
-        for is_buffer, was, now in zip((False, True), before, (row.weights, row.buffer_weights), strict=True):
-            half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *messages))
-            sent = None if self._sent is None else self._sent.where(is_buffer=is_buffer)
-            self._restate(half, sent, halves, in_peers, was, now, alpha)
+        self._received = [messages[k] for k in kept]
+        now = row.weights, row.buffer_weights
+        if self._wire is not None and self._sent is not None:
+            changes = [_change(was, is_now, in_peers, alpha) for was, is_now in zip(before, now, strict=True)]
+            self._add_all(s, self._wire, [self._sent, *messages], *changes)
+        elif before[0] == before[1]:
+            self._restate(s, messages, in_peers, before[0], now[0], alpha)
+        else:
+            for is_buffer, was, is_now in zip((False, True), before, now, strict=True):
+                half, *halves = (v.where(is_buffer=is_buffer) for v in (s, *messages))
+                self._restate(half, halves, in_peers, was, is_now, alpha)
 
     def _restate(
         self,
         s: FlatVector,
-        sent: FlatVector | None,
         messages: Sequence[FlatVector],
         peers: Sequence[int],
         before: MixingWeights,
@@ -321,35 +338,22 @@ class PushPull(Mixer):
     ) -> None:
         """Turn the correction s of one row of W into the correction of another row, for the same messages.
 
-        The vector of this rank is gone, unless it was rounded for a narrow wire: alpha s has it times W_ii - 1.
+        The vector of this rank is gone: alpha s has it times W_ii - 1.
         """
         old, new = ([row.inp.get(peer, 0.0) for peer in peers] for row in (before, now))
-        if sent is not None:
-            changes = [(now.own - before.own, sent), *((b - a, m) for a, b, m in zip(old, new, messages, strict=True))]
-            self._add_all(s, [message for _, message in changes], [change / alpha for change, _ in changes])
-            return
         scale = 1.0 if before.own == 1 else (now.own - 1) / (before.own - 1)
         s.combine_(scale, messages, [(b - scale * a) / alpha for a, b in zip(old, new, strict=True)])
 
-    def _mix(
+    def _add_all(
         self,
         s: FlatVector,
-        sent: FlatVector | None,
+        wire: Wire,
         messages: Sequence[FlatVector],
-        row: MixingWeights,
-        *,
-        is_difference: bool,
+        weights: Sequence[float],
+        buffer_weights: Sequence[float],
     ) -> None:
-        """s <- s + (W - I) s', where s' is the rounded s that was sent; s' = s without a narrow wire."""
-        coefficients = list(row.inp.values())
-        if sent is None:
-            s.combine_(row.own - is_difference, messages, coefficients)
-            return
-        self._add_all(s, [sent, *messages], [row.own - 1, *coefficients])
-
-    def _add_all(self, s: FlatVector, messages: Sequence[FlatVector], weights: Sequence[float]) -> None:
         """s <- s + sum_j weights[j] messages[j], with its weight if weights are sent."""
-        s.add_all_segments_(messages, weights)
+        wire.add_all_(s, messages, weights, buffer_weights)
         if self.is_weighted:
             for message, weight in zip(messages, weights, strict=True):
                 s.push_sum_weight.add_(message.push_sum_weight, alpha=weight)
@@ -360,7 +364,7 @@ class PushPull(Mixer):
         pending.wait()
         if lost := pending.lost:
             kept = self._row.leave_out(lost)
-            self.received = [self.received[k] for k in kept] if self.received else ()
+            self._received = [self._received[k] for k in kept] if self._received else ()
 
     def _refuse_far(self, bound: DistanceBound, s: FlatVector) -> None:
         """Leave out the messages that are too far from s: see [Note: refused messages]."""
@@ -376,7 +380,7 @@ class PushPull(Mixer):
         if refused:
             transport.traffic.refused(refused)
             kept = row.refuse(refused)
-            self.received = [self.received[k] for k in kept]
+            self._received = [self._received[k] for k in kept]
 
     def _accepts(self, bound: DistanceBound, y: FlatVector, s: FlatVector, own: float) -> bool:
         if not self._sends_weight:
@@ -409,7 +413,7 @@ class PushPull(Mixer):
         # Without a round in flight, `_wait` raises the error.
         if self._row.buffer_weights != row or own == 0 or self._pending is None or not self._is_cut(s):
             return None
-        coefficients, chunks, messages = list(row.inp.values()), self.chunks(s), list(map(self.chunks, self.received))
+        coefficients, chunks, messages = list(row.inp.values()), self.chunks(s), list(map(self.chunks, self._received))
         alpha = s.factor(coefficients) if is_difference else None
         mixed: list[tuple[FlatVector, list[FlatVector]]] = []
         try:
@@ -424,7 +428,7 @@ class PushPull(Mixer):
             if isinstance(error, PeersLost):
                 return None
             raise
-        s.combine_weight_(own, self.received, coefficients, alpha=alpha)
+        s.combine_weight_(own, self._received, coefficients, alpha=alpha)
         return 1.0 if alpha is None else alpha
 
     def _arrivals(self) -> Iterator[int]:
@@ -441,23 +445,6 @@ class PushPull(Mixer):
                 raise PeersLost
             if k is not None:
                 yield k
-
-    # On a narrow wire.
-
-    def _narrow(self, s: FlatVector) -> FlatVector:
-        """Return a copy of s in the dtype of the wire, clamped to its range."""
-        assert self.wire_dtype is not None
-        cast = Cast(self.wire_dtype)
-        layout = s.layout.with_dtypes(lambda dtype: cast.dtype if dtype.itemsize > 2 else dtype)
-        if self._sent is None or self._sent.layout != layout or self._sent.raw.device != s.raw.device:
-            self._sent = FlatVector.zeros(layout, s.raw.device)
-        for message, x in zip(self._sent.segments, s.segments, strict=True):
-            if x.element_size() > 2:
-                cast.compress(x, message.view(torch.uint8))
-            else:
-                message.copy_(x)
-        self._sent.push_sum_weight.copy_(s.push_sum_weight)
-        return self._sent
 
     def __repr__(self) -> str:
         wire = [] if self.wire_dtype is None else [f"wire_dtype={self.wire_dtype}"]
@@ -490,6 +477,12 @@ class Plan(NamedTuple):
     in_peers: tuple[int, ...]
     weights: MixingWeights
     buffer_weights: MixingWeights
+
+
+def _change(before: MixingWeights, now: MixingWeights, peers: Sequence[int], alpha: float) -> list[float]:
+    """The changes of the own weight and of the weights of these peers, over alpha."""
+    changes = [now.own - before.own, *(now.inp.get(peer, 0.0) - before.inp.get(peer, 0.0) for peer in peers)]
+    return [change / alpha for change in changes]
 
 
 class Neighbours:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compression.compressor import Cast, Compressor
+from ..compression.compressor import Compressor
 from ..flat.layout import FlatLayout, Segment, TensorSpec
 from ..flat.vector import FlatVector
 from ..mixing_manager.base import MixingManager
@@ -25,6 +25,7 @@ from .periodic import Periodic
 from .requests import Average, Exchange, Gather, Inner, Mix, Request, Round, SGDStep, Share, Vectors, next_request
 from .rows import RowMail, Rows, StackedMail, StackedMixing, arrived, column
 from .vector import SentVector, Vector
+from .wire import code_of, rounds_statistics
 
 HEADER_BYTES = 8
 """The size of the header that is sent ahead of a message, see `Header`."""
@@ -48,7 +49,7 @@ class Answered(NamedTuple):
     rows: Rows | None
     buffer_rows: Rows | None = None
     has_buffers: bool = True
-    wire: Cast | None = None
+    wire: Compressor | None = None
     code: Compressor | None = None
     t: int = 0
     share: float | None = None
@@ -72,7 +73,8 @@ class Answered(NamedTuple):
         if self.rows is None:
             return b.mean(0).expand_as(b), kept / len(b)
         rows = self.buffer_rows or self.rows
-        sent = b if self.wire is None or b.element_size() <= 2 else self.wire.decompressed(b)
+        is_rounded = self.wire is not None and (rounds_statistics(self.wire) or takes_code)
+        sent = b if self.wire is None or not is_rounded or b.element_size() <= 2 else self.wire.decompressed(b)
         return rows.mix(b) if sent is b else b + rows.mix(sent).sub_(sent), kept * column(rows.own, b)
 
 
@@ -128,8 +130,8 @@ class Stacked:
         num_ranks: n; None: the number of ranks of the graph.
         overlap: whether a round takes effect at a later step, by default the next one.
         max_staleness: see `GossipDataParallel`; each round is late by so many steps.
-        wire_dtype: torch.bfloat16 or torch.float16 rounds the vectors that are mixed, see [Note: narrow wire] of
-            `PushPull`; None: no rounding.
+        wire_dtype: torch.bfloat16, torch.float16 or torch.int8 rounds the vectors that are mixed, see
+            [Note: narrow wire] of `PushPull`; None: no rounding.
         shapes: the shapes of the tensors of the model, for algorithms that use matrices; None: one vector.
         is_fragment: whether the rows are a fragment of the models.
 
@@ -170,7 +172,7 @@ class Stacked:
         self.num_ranks = num_ranks or (mixing.graph.world_size if mixing is not None else 1)
         self.overlap, self._num_late = overlap, max_staleness + 1
         self._specs = () if shapes is None else tuple(TensorSpec(tuple(s), name=str(j)) for j, s in enumerate(shapes))
-        self._wire = None if wire_dtype is None else Cast(wire_dtype)
+        self._wire = None if wire_dtype is None else code_of(wire_dtype)
         is_weighted = mixing is not None and algorithm.takes_push_sum and not mixing.is_doubly_stochastic
         self.weights = torch.ones(self.num_ranks, 1, dtype=torch.float64, device="cpu") if is_weighted else None
         self.t, self.sent_bytes = 0, 0.0

@@ -221,8 +221,8 @@ class Choices:
         check_flags(push_sum=self.push_sum, deltas=self.deltas)
         if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
             raise ValueError(
-                f"got wire_dtype={self.wire_dtype!r}, expected a torch.dtype; pass torch.bfloat16, torch.float16 or "
-                "None"
+                f"got wire_dtype={self.wire_dtype!r}, expected a torch.dtype; pass torch.bfloat16, torch.float16, "
+                "torch.int8 or None"
             )
         given = [name for name in ("algorithm", "wire_dtype") if getattr(self, name) is not None]
         if given and self.schedule.average_every == 1:

@@ -97,11 +97,12 @@ class GossipDataParallel(GossipWrapper, Joinable):
         algorithm: the method of a round: an `Algorithm`, such as `D2()`, or one over another, such as
             `GASLoC(momentum=0).over(Choco(...))`; its class or its name, "d2"; None = plain gossip: SGP or D-PSGD, as
             `push_sum` says.
-        wire_dtype: torch.bfloat16 or torch.float16: messages are rounded to it, parameters are not; see `PushPull`.
-            "auto", with overlap="auto": ranks choose bfloat16 if the bytes of a round take longer than the rest of a
-            step.
+        wire_dtype: torch.bfloat16, torch.float16 or torch.int8: messages are rounded to it, parameters are not; see
+            `PushPull`. "auto", with overlap="auto": ranks choose bfloat16 if the bytes of a round take longer than the
+            rest of a step.
         deltas: whether a link carries the changes of the rounded numbers since its last message. Results are
-            equal, bit by bit. For plain gossip with `wire_dtype`; each link keeps its last message, see `Deltas`.
+            equal, bit by bit. For plain gossip with a `wire_dtype` of 16 bits; each link keeps its last message, see
+            `Deltas`.
         max_relative_distance: the largest distance of a peer's model from the own one, in units of the norm of the own
             one. A model further away, or with infinities or NaN, is left out, with a warning; `comm_stats()` counts
             it as `num_refused/<peer>`. For plain gossip without exact averages; None: all are mixed. See [Note: refused

@@ -48,6 +48,8 @@ def test_messages_of_16_bits_are_compared_and_named() -> None:
         text = " ".join(advise([replace(at_equal[first], seconds=0.5), at_equal[0]], setting).sentences)
         assert f"Choose {at_equal[first].name}: 0.5 s" in text
         assert end in text
+    with pytest.raises(ValueError, match=r"got wire_dtype=torch.int8 of ar in the Lab, expected torch.bfloat16"):
+        simulate("ar+int8", setting, digits())
     with pytest.raises(ValueError, match=r"got wire_dtype=torch.float16 of wagma in the Lab, expected None"):
         simulate("wagma+float16", setting, digits())
 

@@ -217,7 +217,7 @@ EXACT: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in LOCKSTEP if na
 ROUNDED: list[tuple[str, dict[str, Any]]] = [
     (name, {"wire_dtype": dtype})
     for name in ("dpsgd", "sgp", "osgp", "matcha")
-    for dtype in (torch.bfloat16, torch.float16)
+    for dtype in (torch.bfloat16, torch.float16, torch.int8)
 ]
 
 
@@ -283,7 +283,9 @@ def check_moments(
     torch.testing.assert_close(moments, found.moments, rtol=0, atol=1e-6)
     # A rank of all-reduce averages once more, in the forward after the last step; in the Lab it does not.
     sent = (found.sent_bytes - uncounted) * (STEPS / (STEPS + 1) if name == "ar" else 1)
-    assert training.sent_bytes == pytest.approx(sent, rel=1e-4), "the Lab does not round bytes of all-reduce"
+    padded = 2 * 64 if options.get("wire_dtype") is torch.int8 else 0  # ends of parameters and moments in a message
+    share = padded / (found.x[0].numel() + found.moments[0].numel())
+    assert training.sent_bytes == pytest.approx(sent, rel=1e-4 + share), "the Lab does not round bytes of all-reduce"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -209,14 +209,15 @@ def test_workers_of_a_mailbox_are_not_compiled() -> None:
         )
 
 
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("what", ["sgp", "osgp"])
-def test_rounded_messages_train_as_by_ranks(what: str) -> None:
+def test_rounded_messages_train_as_by_ranks(what: str, wire_dtype: torch.dtype) -> None:
     own = LabTask(Net, loss, lambda *args: (data(*args)[0].float(), data(*args)[1]), adam)
     overlap = {"overlap": True} if what == "osgp" else {}
-    real, _, sent = by_ranks(own, rounds="manual", wire_dtype=torch.bfloat16, **overlap)
-    training = trained(LabPlan.of(what, wire_dtype=torch.bfloat16), own)
+    real, _, sent = by_ranks(own, rounds="manual", wire_dtype=wire_dtype, **overlap)
+    training = trained(LabPlan.of(what, wire_dtype=wire_dtype), own)
     torch.testing.assert_close(training.settle(), real, rtol=0, atol=1e-6)
-    assert training.sent_bytes == pytest.approx(sent, rel=0.1)
+    assert training.sent_bytes == pytest.approx(sent, rel=0.15 if wire_dtype is torch.int8 else 0.1)  # cache lines
 
 
 def test_messages_that_the_lab_does_not_round_are_refused() -> None:

@@ -26,6 +26,7 @@ GOSSIPERS: dict[str, Any] = {
     "SGP": lambda: PushSum(),
     "SGP in chunks": lambda: PushSum(chunk_bytes=256),
     "SGP on a narrow wire": lambda: PushSum(wire_dtype=torch.bfloat16),
+    "SGP on a wire of eight bits": lambda: PushSum(wire_dtype=torch.int8),
     "D-PSGD": lambda: PushPull(),
     "D-PSGD in chunks": lambda: PushPull(chunk_bytes=256),
 }

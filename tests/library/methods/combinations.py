@@ -130,6 +130,7 @@ COLUMNS: Mapping[str, Callable[[Arguments], Arguments]] = {
     "overlap": lambda own: {"overlap": True},
     "staleness 2": lambda own: {"overlap": True, "max_staleness": 2},
     "bfloat16 messages": lambda own: {"wire_dtype": torch.bfloat16},
+    "int8 messages": lambda own: {"wire_dtype": torch.int8},
     "every 2nd step": lambda own: schedule_of(own, gossip_every=2),
     "average every 4th round": lambda own: schedule_of(own, average_every=4),
     "+ PowerGossip": lambda own: {"algorithm": PowerGossip()},

@@ -17,13 +17,21 @@ from gossip_modules.extend import FlatVector, GlobalAverage, PushPull, PushSum
 from gossip_modules.flat.layout import FlatLayout, TensorSpec
 from gossip_modules.graph_manager import select_graph
 from gossip_modules.mixing_manager import LaplacianMixing, MatrixMixing, MixingManager, UniformMixing
+from gossip_modules.rounds.wire import code_of
 from tests.harness.problems import loss_of, net, sgd
 from tests.harness.ranks import CPU, TIMEOUT, run_ranks, solo_group
 from tests.library.rounds.bound import DIGRAPH, DOUBLY_STOCHASTIC, bound, value_of
 
 # See [Note: narrow wire] of `PushPull`.
 
-WIRES = [torch.bfloat16, torch.float16]
+WIRES = [torch.bfloat16, torch.float16, torch.int8]
+STEP = {**{dtype: torch.finfo(dtype).eps for dtype in WIRES[:2]}, torch.int8: 1 / 127}
+"""The step from one number of a wire to the next, in units of the largest one."""
+
+
+def rounded(x: Tensor, wire_dtype: torch.dtype) -> Tensor:
+    """The numbers that a wire sends for the rows of x."""
+    return code_of(wire_dtype).decompressed(x)
 
 
 NARROW: list[tuple[Callable[..., PushPull], MixingManager]] = [
@@ -59,7 +67,7 @@ def test_the_law_holds_for_the_sent_vector(
         x, got = (torch.stack([v.segments[0] for v in row]) for row in (before, after))
         w, weights = (torch.cat([v.push_sum_weight for v in row]) for row in (before, after))
         law = mixing.matrix(t) - torch.eye(4)
-        torch.testing.assert_close(got, x + law @ x.to(wire_dtype).double(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(got, x + law @ rounded(x, wire_dtype), rtol=0, atol=1e-12)
         torch.testing.assert_close(weights, w + law @ w, rtol=0, atol=1e-12)
 
 
@@ -81,7 +89,7 @@ def test_narrow_wire_keeps_the_total(make: Callable[..., PushPull], mixing: Mixi
     torch.testing.assert_close(x.sum(0), total, rtol=0, atol=2e-5)
     assert float(weights.sum()) == pytest.approx(4, abs=1e-12)
     spread = x / weights[:, None] - total / 4
-    assert float(spread.abs().max()) < 10 * torch.finfo(wire_dtype).eps
+    assert float(spread.abs().max()) < 10 * STEP[wire_dtype]
 
 
 def test_narrow_wire_halves_the_bytes() -> None:
@@ -130,17 +138,17 @@ def test_half_precision_saturates() -> None:
 
 
 @pytest.mark.parametrize("make", [PushPull, PushSum])
-@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.int8, torch.float64, "bfloat16"])
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.uint8, torch.float64, "bfloat16"])
 def test_other_wires_are_refused(make: Callable[..., PushPull], wire_dtype: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"got wire_dtype={wire_dtype}, expected None, torch.bfloat16 or torch.float16"
+        ValueError, match=rf"got wire_dtype={wire_dtype}, expected None, torch.bfloat16, torch.float16 or torch.int8"
     ):
         make(wire_dtype=wire_dtype)
 
 
 def test_ranks_compare_the_wire() -> None:
     shown = {repr(make(wire_dtype=wire)) for make in (PushPull, PushSum) for wire in (None, *WIRES)}
-    assert len(shown) == 6
+    assert len(shown) == 8
 
 
 def test_wrapper_takes_a_wire_or_a_gossiper() -> None:
@@ -148,20 +156,22 @@ def test_wrapper_takes_a_wire_or_a_gossiper() -> None:
         for push_sum in (True, False):
             options: dict[str, Any] = {"push_sum": push_sum, "init_sync": False, "process_group": group}
             sent = []
-            for wire_dtype in (None, torch.bfloat16):
+            for wire_dtype in (None, torch.bfloat16, torch.int8):
                 wrapper = GossipDataParallel(net(group.rank()), wire_dtype=wire_dtype, **options)
                 before = wrapper.comm_stats()["bytes_sent"]
                 loss_of(wrapper, group.rank(), 0)
                 sent.append(wrapper.comm_stats()["bytes_sent"] - before)
-            assert sent == [192, 128]  # 34 parameters and 8 statistics, in whole cache lines
+            # 34 parameters and 8 statistics, in whole cache lines; with int8 the statistics have a line of their own
+            assert sent == [192, 128, 128]
             with pytest.raises(ValueError, match=r"got wire_dtype=torch.float16 with PushPull\(\), expected"):
                 GossipDataParallel(net(), algorithm=PushPull(), wire_dtype=torch.float16, **options)
 
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_training_over_a_narrow_wire_loses_no_gradient_step(overlap: bool) -> None:
+def test_training_over_a_narrow_wire_loses_no_gradient_step(overlap: bool, wire_dtype: torch.dtype) -> None:
     """Float64 in memory: the total of all models is what they began with and what their optimizers did."""
 
     def body(group: dist.ProcessGroup) -> Tensor:
@@ -170,7 +180,7 @@ def test_training_over_a_narrow_wire_loses_no_gradient_step(overlap: bool) -> No
         wrapper = GossipDataParallel(
             model,
             graph=RingGraph(3, peers_per_itr=2),
-            algorithm=PushPull(wire_dtype=torch.bfloat16),
+            algorithm=PushPull(wire_dtype=wire_dtype),
             push_sum=False,
             overlap=overlap,
             init_sync=False,
@@ -217,7 +227,7 @@ def test_global_average_is_exact_and_resets_the_weight() -> None:
             assert torch.equal(s.segments[k], results[0].segments[k])
 
 
-@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.int8])
 def test_statistics_stay_positive_where_self_weights_are_negative(wire_dtype: torch.dtype | None) -> None:
     """Node 1 of this graph has five links and the self-weight -0.43; its running variance is 100 times the others'."""
     mixing = LaplacianMixing(MatchaGraph(select_graph(0), budget=1.0))
@@ -248,6 +258,73 @@ def test_statistics_stay_positive_where_self_weights_are_negative(wire_dtype: to
     assert float(mixing.matrix(0)[1, 1]) < -0.4
     assert float(x[:, 6:].min()) > -1e-4
     torch.testing.assert_close(x[:, 6:].sum(0), torch.full((4,), 107.0, dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+# Eight bits.
+
+
+def test_eight_bits_leave_statistics_alone_and_round_moments() -> None:
+    """Of numbers whose largest one is 1,000 times as large as the others, 8 bits would leave nothing of these."""
+    specs = [
+        TensorSpec((3, 100)),
+        TensorSpec((64,), is_buffer=True, name="moment", takes_code=True),
+        TensorSpec((64,), is_buffer=True, name="variance"),
+    ]
+    layout = FlatLayout.of([(torch.float32, specs), (torch.bfloat16, 64)])
+
+    def body(group: dist.ProcessGroup) -> FlatVector:
+        gossiper = bound(PushPull(wire_dtype=torch.int8), UniformMixing(RingGraph(2)), group)
+        s = FlatVector.zeros(layout, CPU)
+        for x in s.segments:
+            x.fill_(1.0 + group.rank())
+            x[:300:64] = 1000.0
+        s.segments[0][300] = s.segments[0][364] = 1000.0
+        gossiper.mix(s, 0)
+        assert gossiper.transport.num_bytes_sent == 320 + 128 + 256 + 128  # 300, 64, 64 exact and 64 entries
+        return s
+
+    for s in run_ranks(2, body):
+        x, narrow = s.segments
+        parameters, moment, variance = x[:300], x[300:364], x[364:]
+        assert torch.equal(variance[1:], torch.full((63,), 1.5))
+        for rounded_part in (parameters[:64], moment, narrow.float()):  # 1 and 2 are below half a step of 1000 / 127
+            assert rounded_part[0] == 1000
+            assert rounded_part[1:].unique().tolist() in ([1.0], [2.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_eight_bits_keep_equal_models_and_bring_others_together(dtype: torch.dtype) -> None:
+    """Each number moves by half the difference of the rounded ones."""
+    values = value_of(0, (200,), torch.float32).to(dtype)
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        gossiper = bound(PushPull(wire_dtype=torch.int8), UniformMixing(RingGraph(2)), group)
+        equal, own = FlatVector.over(values.clone()), FlatVector.over(values * (1 + group.rank()))
+        for t in (0, 1):
+            gossiper.mix(equal, t)
+            gossiper.mix(own, t)
+        return equal.segments[0], own.segments[0]
+
+    for equal, own in run_ranks(2, body):
+        torch.testing.assert_close(equal, values, rtol=torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(own.double(), 1.5 * values.double(), rtol=0.01, atol=0.03)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_number_in_eight_bits_reaches_its_block_only(bad: float) -> None:
+    def body(group: dist.ProcessGroup) -> tuple[Tensor, list[FlatVector]]:
+        gossiper = bound(PushPull(wire_dtype=torch.int8), UniformMixing(RingGraph(2)), group)
+        x = torch.ones(200)
+        x[70] = bad if group.rank() == 0 else 1.0
+        gossiper.mix(x, 0)
+        return x, list(gossiper.received)
+
+    (_, of_second), (second, of_first) = run_ranks(2, body)
+    assert not second[64:128].isfinite().any()
+    assert second[:64].isfinite().all()
+    assert second[128:].isfinite().all()
+    assert of_second[0].segments[0].isfinite().all(), "the first rank sees that it has received nothing bad"
+    assert not of_first[0].segments[0].isfinite().all()
 
 
 # Mistakes.

@@ -173,7 +173,8 @@ def compare(algorithm: Algorithm, dtype: torch.dtype, **arguments: Any) -> None:
     )
     rows = stacked(driver, dtype, arguments.get("schedule", gm.Schedule()))
     torch.testing.assert_close(rows, real, rtol=0, atol=TOLERANCE[dtype])
-    assert driver.sent_bytes == pytest.approx(sent)
+    padded = 64 / sent if arguments.get("wire_dtype") is torch.int8 else 0  # a message ends with a cache line
+    assert driver.sent_bytes == pytest.approx(sent, rel=1e-6 + NUM_STEPS * padded * 2)
     assert float(real.std(dim=0).max()) > 1e-3, "ranks are equal"
     assert float(real.abs().max()) > 0.1, "nothing was learnt"
 
@@ -211,7 +212,8 @@ def test_rows_take_exact_averages(algorithm: Algorithm) -> None:
     compare(algorithm, torch.float64, graph=ring, push_sum=False, schedule=gm.Schedule(average_every=3))
 
 
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("algorithm", [DPSGD(), D2()], ids=repr)
-def test_rows_go_through_a_narrow_wire(algorithm: Algorithm) -> None:
+def test_rows_go_through_a_narrow_wire(algorithm: Algorithm, wire_dtype: torch.dtype) -> None:
     ring = gm.RingGraph(NUM_RANKS, peers_per_itr=2)
-    compare(algorithm, torch.float64, graph=ring, push_sum=False, wire_dtype=torch.bfloat16)
+    compare(algorithm, torch.float64, graph=ring, push_sum=False, wire_dtype=wire_dtype)

@@ -30,6 +30,7 @@ METHODS: dict[str, tuple[dict[str, Any], Any]] = {
     "Overlap SGP": ({"graph": DIRECTED, "overlap": True}, UniformMixing(DIRECTED)),
     "D-PSGD": ({"graph": RING, "push_sum": False}, MetropolisHastingsMixing(RING)),
     "D-PSGD, overlap": ({"graph": RING, "push_sum": False, "overlap": True}, MetropolisHastingsMixing(RING)),
+    "int8": ({"graph": RING, "push_sum": False, "wire_dtype": torch.int8}, MetropolisHastingsMixing(RING)),
     "bfloat16": ({"graph": RING, "push_sum": False, "wire_dtype": torch.bfloat16}, MetropolisHastingsMixing(RING)),
     "deltas": (
         {"graph": RING, "push_sum": False, "wire_dtype": torch.bfloat16, "deltas": True},
