@@ -53,6 +53,11 @@ LINES: Mapping[str, MethodLine] = {
     "SGP, bfloat16": MethodLine("SGP, bfloat16, GossipAdamW", "sgp-bf16", is_compared=True),
     "Overlap SGP": MethodLine("Overlap SGP, GossipAdamW", "osgp", is_compared=True),
     "Overlap SGP, bfloat16": MethodLine("Overlap SGP, bfloat16, GossipAdamW", "osgp-bf16", is_compared=True),
+    "SGP, int8": MethodLine("SGP, int8, GossipAdamW", "sgp-int8"),
+    "Overlap SGP, int8": MethodLine("Overlap SGP, int8, GossipAdamW", "osgp-int8"),
+    "Overlap SGP, momentum mixed too, int8": MethodLine(
+        "Overlap SGP, int8, momentum mixed too, GossipAdamW", "osgp-int8-mixed"
+    ),
     "SGP, momentum mixed too": MethodLine("SGP, momentum mixed too, GossipAdamW", "sgp-mixed", is_compared=True),
     "SGP, momentum mixed too, bfloat16": MethodLine(
         "SGP, bfloat16, momentum mixed too, GossipAdamW", "sgp-bf16-mixed", is_compared=True

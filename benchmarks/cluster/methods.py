@@ -120,6 +120,11 @@ OURS: Mapping[str, ClusterMethod] = {
     "sgp-bf16-mixed": ClusterMethod(
         "SGP, momentum mixed too, bfloat16 on the wire", _mixed(_gossip(wire_dtype=torch.bfloat16))
     ),
+    "osgp-int8": ClusterMethod("OSGP, int8 on the wire", _gossip(overlap=True, wire_dtype=torch.int8)),
+    "sgp-int8": ClusterMethod("SGP, int8 on the wire", _gossip(wire_dtype=torch.int8)),
+    "osgp-int8-mixed": ClusterMethod(
+        "OSGP, momentum mixed too, int8 on the wire", _mixed(_gossip(overlap=True, wire_dtype=torch.int8))
+    ),
     "osgp-bf16-mixed": ClusterMethod(
         "OSGP, momentum mixed too, bfloat16 on the wire", _mixed(_gossip(overlap=True, wire_dtype=torch.bfloat16))
     ),

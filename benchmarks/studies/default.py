@@ -63,6 +63,13 @@ ROUNDED: Mapping[str, Any] = by_gossip_adamw(
     }
 )
 """Methods with messages in bfloat16."""
+EIGHT_BITS: Mapping[str, Any] = by_gossip_adamw(
+    {
+        f"{name}, int8{mixed}": LabPlan.of(method, wire_dtype=torch.int8)
+        for name, method, mixed in (("SGP", "sgp", ""), ("Overlap SGP", "osgp", ""), ("Overlap SGP", "osgp", MIXED))
+    }
+)
+"""Methods with messages in codes of 8 bits."""
 TWO: Mapping[str, Any] = by_gossip_adamw({"SGP, 2 peers": LabPlan.of("sgp", peers_per_itr=2)})
 MANY: Mapping[str, Any] = {
     **FIRST,
@@ -79,11 +86,12 @@ EIGHT: Mapping[str, Any] = {
     **CODED_MIXED,
     **TWO,
     **ROUNDED,
+    **EIGHT_BITS,
     **by_gossip_adamw({"SGP, each 8th round exact": LabPlan.of("sgp", schedule=Schedule(average_every=8))}),
     "SGP, AdamW": "sgp",
 }
 """The methods of 8 workers."""
-SHORTER: Mapping[str, Any] = {**FIRST, **LOCAL_MIXED, **CODED_MIXED, **OVERLAP, **TWO, **ROUNDED}
+SHORTER: Mapping[str, Any] = {**FIRST, **LOCAL_MIXED, **CODED_MIXED, **OVERLAP, **TWO, **ROUNDED, **EIGHT_BITS}
 """The methods of 8 workers that are trained for fewer steps too."""
 TWO_WORKERS: Mapping[str, Any] = {
     ALL_REDUCE: "ar",
