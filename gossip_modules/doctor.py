@@ -74,7 +74,10 @@ _QUANTILES = 9  # of the durations of the steps of a rank
 _NAME_BYTES = 64
 _PLACES = ("inside hosts", "between hosts", "between regions")
 _HEAD_START = 5.0  # seconds for rank 0 to print, which may import more slowly
-_FIRST = ("ar", "ar+float16", "osgp", "osgp+bfloat16", "localsgd", "sgp", "sgp+bfloat16", "powergossip", "adpsgd")
+_FIRST = (
+    *("ar", "ar+float16", "osgp", "osgp+bfloat16", "osgp+int8"),
+    *("localsgd", "sgp", "sgp+bfloat16", "powergossip", "adpsgd"),
+)
 """The methods that are predicted first, since time may end: those that `advise` prefers, and those of the README. In 16
 bits: gossip, and AllReduce by the hook of DistributedDataParallel."""
 _STAND_IN_BATCH, _STAND_IN_WIDTH = 32, 1024

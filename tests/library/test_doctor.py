@@ -331,8 +331,8 @@ def test_of_all_methods_the_advised_ones_come_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RANK", "0")
     assert doctor.main(["--parameters", "1e4", "--compute", "0.01", "--comm-device", "cpu"]) == 0
     assert connect.call_args.kwargs["comm_device"] == "cpu"
-    assert planned[:5] == ["ar", "ar+float16", "osgp", "osgp+bfloat16", "localsgd"]
-    assert sorted(planned) == sorted([*METHODS, "ar+float16", "osgp+bfloat16", "sgp+bfloat16"])
+    assert planned[:6] == ["ar", "ar+float16", "osgp", "osgp+bfloat16", "osgp+int8", "localsgd"]
+    assert sorted(planned) == sorted([*METHODS, "ar+float16", "osgp+bfloat16", "osgp+int8", "sgp+bfloat16"])
 
 
 @pytest.mark.e2e
