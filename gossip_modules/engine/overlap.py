@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..flat.nonfinite import is_finite
-from ..flat.vector import FlatVector, add_, in_chunks
+from ..flat.vector import FlatVector, add_
 from ..profiling import span
 from ..rounds.flights import Flight, Flights
 from ..rounds.mixer import Mixer
@@ -235,14 +235,14 @@ class Overlap(State):
         if flight.is_converted or own == 1.0:
             return
         flight.is_converted = True
-        for buffers in zip(x.buffers, self._snapshot.buffers, self._sent_buffers, strict=True):
-            for b, c, s in in_chunks(*buffers):  # which stay in cache: moments are as long as the model
-                given_away = s.mul_((1 - own) / flight.result)
-                c.add_(given_away)
-                # A rest of W_ii s - W_ii s is a rounding error, and no part of a peer.
-                least = given_away.abs_().mul_(_ROUNDING * torch.finfo(c.dtype).eps)
-                c.masked_fill_(c.abs() <= least, 0.0)
-                b.mul_(own)
+        share, each = (1 - own) / flight.result, zip(x.buffers, self._snapshot.buffers, self._sent_buffers, strict=True)
+        for segment, (b, c, s) in zip(x.layout.buffer_segments, each, strict=True):
+            add_(c, s, alpha=share)
+            b.mul_(own)
+            for first, last, is_moment in segment.coded():
+                if not is_moment:  # a rest of W_ii s - W_ii s is a rounding error, and no part of a peer
+                    rest, least = c[first:last], _ROUNDING * torch.finfo(c.dtype).eps * share
+                    rest.masked_fill_(rest.abs() <= least * s[first:last].abs(), 0.0)
 
     def apply(self, flight: LateRound, x: FlatVector, *, is_flush: bool = False) -> None:
         """x <- x + the correction of the round that has arrived. The round is no longer in flight.

@@ -141,6 +141,11 @@ class FlatLayout:
         return cls(tuple(segments), align(start, ALIGNMENT * num_shards))
 
     @property
+    def buffer_segments(self) -> list[Segment]:
+        """The buffers of each segment that has some, in the order of `FlatVector.buffers`."""
+        return [segment for segment in self.where(is_buffer=True).segments if segment.numel]
+
+    @property
     def names(self) -> list[str]:
         """The names of all tensors, in their order."""
         return [spec.name for segment in self.segments for spec in segment.specs]

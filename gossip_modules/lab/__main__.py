@@ -82,7 +82,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--compute", type=compute, default=Compute(0.25), help="seconds of a step, or a Compute(...) (default 0.25)")
     help_ = "rate and latency, Network(...), or regions({'eu': 8, 'us': 8}, inside=..., between=...) (default 1 Gbit/s)"
     add("--network", type=text_of(NETWORKS, Network), default=Network("1 Gbit/s"), help=help_)
-    shape_ = "<method>[:<graph>[:<code>]] or <algorithm>[:<graph>], then +bfloat16, +float16 or +int8 for narrow messages"
+    shape_ = (
+        "<method>[:<graph>[:<code>]] or <algorithm>[:<graph>], then +bfloat16, +float16 or +int8 for short messages"
+    )
     help_ = f"{shape_}; methods: {', '.join(METHODS)} (default: all)"
     add("--methods", nargs="+", metavar="METHOD", help=help_)
     add("--peers", type=whole, help="peers per round (default: one, on graphs that never change all)")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compression.compressor import Compressor
-from ..flat.layout import FlatLayout, Segment, align
+from ..flat.layout import FlatLayout, align
 from ..transport.base import Transport
 from .vector import Vector
 
@@ -75,7 +75,7 @@ class CodedAverage:
         """
         parts = zip(x.parts, rest.parts, strict=True)
         vectors = [CodedVector(part, left) for part, left in parts if part.numel()]
-        for b, segment in zip(buffers, segments_with_buffers(layout), strict=True):
+        for b, segment in zip(buffers, () if layout is None else layout.buffer_segments, strict=True):
             for first, last, takes_code in segment.coded():
                 own = b[first:last]
                 if takes_code:
@@ -150,12 +150,6 @@ class CodedVector(NamedTuple):
                 whole = run.new_zeros(length)
                 code.add_decompressed(message, whole)
                 run.add_(whole[: len(run)])
-
-
-def segments_with_buffers(layout: FlatLayout | None) -> list[Segment]:
-    """Return the buffers of each segment that has some."""
-    halves = () if layout is None else layout.where(is_buffer=True).segments
-    return [segment for segment in halves if segment.numel]
 
 
 def coded_average(x: Tensor, e: Tensor, code: Compressor, t: int, *, has_feedback: bool = True) -> None:
