@@ -159,6 +159,7 @@ DEFAULT: Mapping[str, Study] = {
     "language": study(EIGHT, [8, 16]),
     "language_two": study(TWO_WORKERS, [2]),
     "language_many": study(MANY, [32, 64], seeds=SEEDS[:1], tuning=0.2),
+    "language_many_whole": study({ALL_REDUCE: "ar"}, [32, 64], seeds=SEEDS[:1], rates=RATES[:2]),
     "language_search": study(SEARCHED, [64], seeds=SEEDS[:1], steps=600, rates=(0.016,), points=4),
     **{
         f"language_{steps}": study(methods, [8], seeds=SEEDS[:1], steps=steps, points=4)
