@@ -79,7 +79,7 @@ _FIRST = (
     *("localsgd", "sgp", "sgp+bfloat16", "powergossip", "adpsgd"),
 )
 """The methods that are predicted first, since time may end: those that `advise` prefers, and those of the README. In 16
-bits: gossip, and AllReduce by the hook of DistributedDataParallel."""
+bits: gossip, and AllReduce by the hook of DistributedDataParallel; in 8: Overlap SGP."""
 _STAND_IN_BATCH, _STAND_IN_WIDTH = 32, 1024
 
 

@@ -241,7 +241,7 @@ class Overlap(State):
             b.mul_(own)
             for first, last, is_moment in segment.coded():
                 if not is_moment:  # a rest of W_ii s - W_ii s is a rounding error, and no part of a peer
-                    rest, least = c[first:last], _ROUNDING * torch.finfo(c.dtype).eps * share
+                    rest, least = c[first:last], _ROUNDING * torch.finfo(c.dtype).eps * abs(share)
                     rest.masked_fill_(rest.abs() <= least * s[first:last].abs(), 0.0)
 
     def apply(self, flight: LateRound, x: FlatVector, *, is_flush: bool = False) -> None:

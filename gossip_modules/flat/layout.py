@@ -41,7 +41,7 @@ class TensorSpec(NamedTuple):
             x: a tensor of any dtype and shape.
             is_buffer: whether it is a buffer of its module.
             name: its name in the module.
-            takes_code: whether it is a buffer that averages with a code send by the code.
+            takes_code: whether it is a buffer that averages and messages with a code send by the code.
         """
         pair = (2,) if x.is_complex() else ()
         shape = (*x.shape, *pair) if x.dim() > 1 else (x.numel() * prod(pair),)

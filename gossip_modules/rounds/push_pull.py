@@ -59,13 +59,15 @@ class PushPull(Mixer):
 
     Args:
         wire_dtype: torch.bfloat16 or torch.float16, for wider segments, or torch.int8, see [Note: eight bits]; None:
-            models are sent unrounded. Takes one narrow copy of the model. float16 saturates at 65,504.
+            models are sent unrounded. Takes one narrow copy of the model, and with torch.int8 for a while also a copy
+            in float32 of the parameters of 16 bits. float16 saturates at 65,504.
         deltas: whether a link carries the changes of the rounded numbers since its last message, for equal results
             with fewer bytes. Needs a `wire_dtype` of 16 bits; takes a narrow copy for each peer, see [Note: deltas] of
             `Deltas`.
         chunk_bytes: the largest size of a chunk, a multiple of 256; equal on all ranks.
         max_relative_distance: the largest distance of a peer's model from the own one, in units of the norm of the own
-            one; > 0. Takes one more pass over each message. None: all models are mixed. See [Note: refused messages].
+            one; > 0. Takes one more pass over each message, and a model in memory for codes of torch.int8. None: all
+            models are mixed. See [Note: refused messages].
 
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056,
     Algorithm 1.
@@ -93,10 +95,10 @@ class PushPull(Mixer):
     ) -> None:
         self._wire = wire_of(wire_dtype)
         if deltas and (wire_dtype is None or wire_dtype.itemsize != 2):
+            later = "" if wire_dtype else ', or "auto", which is chosen later'
             raise ValueError(
-                f'got deltas=True without a dtype of 16 bits (wire_dtype={wire_dtype}, or "auto", which is chosen '
-                "later), expected one: nearly all float32 numbers and codes change in every step; pass "
-                "wire_dtype=torch.bfloat16 too"
+                f"got deltas=True without a dtype of 16 bits (wire_dtype={wire_dtype}{later}), expected one: nearly all "
+                "float32 numbers, and nearly all codes, change in every step; pass wire_dtype=torch.bfloat16"
             )
         check_chunk_bytes(chunk_bytes)
         self.wire_dtype, self.deltas = wire_dtype, deltas
@@ -198,9 +200,7 @@ class PushPull(Mixer):
     @property
     def received(self) -> Sequence[FlatVector]:
         """See `Mixer`; decoded."""
-        if self._wire is None:
-            return self._received
-        return [self._wire.values_of(message, self._layout) for message in self._received]
+        return [self._values_of(message) for message in self._received]
 
     def start(self, s: FlatVector, t: int) -> None:
         """See `Mixer`."""
@@ -358,6 +358,10 @@ class PushPull(Mixer):
             for message, weight in zip(messages, weights, strict=True):
                 s.push_sum_weight.add_(message.push_sum_weight, alpha=weight)
 
+    def _values_of(self, message: FlatVector) -> FlatVector:
+        """Return the vector of a message."""
+        return message if self._wire is None else self._wire.values_of(message, self._layout)
+
     def _wait(self) -> None:
         assert self._pending is not None, "no round is in flight: start() comes first"
         pending, self._pending = self._pending, None
@@ -371,8 +375,8 @@ class PushPull(Mixer):
         row, transport, own, refused = self._row, self.transport, norm(s.parameters), set[int]()
         if not math.isfinite(own):  # no message is near it, and all would be blamed
             return
-        for peer, y in zip(row.in_peers, self.received, strict=True):
-            is_accepted = self._accepts(bound, y, s, own)
+        for peer, message in zip(row.in_peers, self._received, strict=True):
+            is_accepted = self._accepts(bound, self._values_of(message), s, own)
             rank, sender = transport.names[transport.rank], transport.names[peer]
             bound.note(rank=rank, sender=sender, what=f"round {row.t}", is_accepted=is_accepted)
             if not is_accepted:

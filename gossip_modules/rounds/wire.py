@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -49,19 +50,10 @@ class Run(NamedTuple):
     is_coded: bool
 
 
-class Wire:
-    """The rounded numbers s' of a vector s, as a message and back.
+class Wire(ABC):
+    """The rounded numbers s' of a vector s, as a message and back."""
 
-    Args:
-        wire_dtype: torch.bfloat16, torch.float16 or torch.int8.
-
-    Raises:
-        ValueError: another dtype.
-    """
-
-    def __init__(self, wire_dtype: torch.dtype) -> None:
-        self.code = code_of(wire_dtype)
-        self._message: FlatVector | None = None
+    _message: FlatVector | None = None
 
     def message_of(self, s: FlatVector) -> FlatVector:
         """Return s' with the weight of s; the next call returns the same memory."""
@@ -72,6 +64,7 @@ class Wire:
         self._message.push_sum_weight.copy_(s.push_sum_weight)
         return self._message
 
+    @abstractmethod
     def add_all_(
         self, x: FlatVector, messages: Sequence[FlatVector], weights: Sequence[float], buffer_weights: Sequence[float]
     ) -> None:
@@ -82,6 +75,39 @@ class Wire:
             messages: messages of vectors with its layout.
             weights, buffer_weights: the factors for parameters and for buffers.
         """
+
+    @abstractmethod
+    def values_of(self, message: FlatVector, layout: FlatLayout) -> FlatVector:
+        """Return a vector with the numbers of a message; it may share memory with the message.
+
+        Args:
+            message: the message.
+            layout: the layout of the vectors.
+        """
+
+    @abstractmethod
+    def _layout(self, layout: FlatLayout) -> FlatLayout:
+        """The layout of messages of vectors with this layout."""
+
+    @abstractmethod
+    def _encode(self, s: FlatVector, message: FlatVector) -> None:
+        """Write the message of s, without the weight."""
+
+
+class SixteenBits(Wire):
+    """A wire of 16 bits. Each segment of a vector is one of its message, and segments of 16 bits are sent as they are.
+
+    Args:
+        wire_dtype: torch.bfloat16 or torch.float16.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self._cast = Cast(wire_dtype)
+
+    def add_all_(
+        self, x: FlatVector, messages: Sequence[FlatVector], weights: Sequence[float], buffer_weights: Sequence[float]
+    ) -> None:
+        """See `Wire`."""
         if weights == buffer_weights:
             x.add_all_segments_(messages, weights)
             return
@@ -90,24 +116,17 @@ class Wire:
             half.add_all_segments_(halves, factors)
 
     def values_of(self, message: FlatVector, layout: FlatLayout) -> FlatVector:
-        """Return a vector with the numbers of a message; it may share memory with the message.
-
-        Args:
-            message: the message.
-            layout: the layout of the vectors.
-        """
+        """See `Wire`; the message, in its own dtypes."""
         return message
 
     def _layout(self, layout: FlatLayout) -> FlatLayout:
-        """The layout of messages of vectors with this layout."""
-        assert isinstance(self.code, Cast), "`EightBits` has other messages"
-        narrow = self.code.dtype
+        narrow = self._cast.dtype
         return layout.with_dtypes(lambda dtype: narrow if dtype.itemsize > 2 else dtype)
 
     def _encode(self, s: FlatVector, message: FlatVector) -> None:
         for part, x in zip(message.segments, s.segments, strict=True):
             if x.element_size() > 2:
-                self.code.compress(x, part.view(torch.uint8))
+                self._cast.compress(x, part.view(torch.uint8))
             else:
                 part.copy_(x)
 
@@ -115,8 +134,7 @@ class Wire:
 class EightBits(Wire):
     """A wire of 8 bits: see [Note: eight bits] of `PushPull`. Each run of a vector is a segment of its message."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.int8)
+    code = code_of(torch.int8)
 
     def add_all_(
         self, x: FlatVector, messages: Sequence[FlatVector], weights: Sequence[float], buffer_weights: Sequence[float]
@@ -160,7 +178,8 @@ def wire_of(wire_dtype: torch.dtype | None) -> Wire | None:
     """
     if wire_dtype is None:
         return None
-    return EightBits() if wire_dtype is torch.int8 else Wire(wire_dtype)
+    code_of(wire_dtype)
+    return EightBits() if wire_dtype is torch.int8 else SixteenBits(wire_dtype)
 
 
 @lru_cache(maxsize=64)

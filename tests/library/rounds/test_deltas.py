@@ -209,6 +209,7 @@ def test_a_message_on_another_one_is_refused() -> None:
     [
         ({}, r'without a dtype of 16 bits \(wire_dtype=None, or "auto"'),
         ({"wire_dtype": "auto", "overlap": "auto"}, "without a dtype of 16 bits"),
+        ({"wire_dtype": torch.int8}, r"without a dtype of 16 bits \(wire_dtype=torch.int8\), expected one"),
         ({"wire_dtype": torch.bfloat16, "algorithm": "d2", "push_sum": False}, r"got deltas=True with D2\("),
         ({"algorithm": PushPull(wire_dtype=torch.bfloat16), "push_sum": False}, "got deltas=True beside PushPull"),
         ({"wire_dtype": torch.bfloat16, "algorithm": DiLoCo()}, "got wire_dtype beside"),
