@@ -84,6 +84,7 @@ def _said(label: str) -> str:
     for own, said in (
         (", fp16 hook", " with its fp16 hook"),
         (", bfloat16", " in bfloat16"),
+        (", int8", " in int8"),
         (", H", " with H"),
         (", 4 bits", " in 4 bits"),
         (", momentum mixed too", " and mixed moments"),

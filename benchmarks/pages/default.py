@@ -145,6 +145,19 @@ not carry over from one machine to another; the first place at 0.1 Gbit/s does."
     render=seconds_table,
     also=("language.csv",),
 )
+INT8 = "default_cells_int8.csv"
+"""Cells of methods with messages of 8 bits, on a third machine."""
+EIGHT_BITS = Page(
+    "Messages of 8 bits, on a third machine",
+    INT8,
+    f"""\
+**Here {fastest(rows_of("language.csv"), rows_of(INT8))}.** Methods in int8 send [codes of 8
+bits](../guides/compression.md#eight-bits). The processor is slower than those of the other tables, so codes, mixing and
+the optimizer take a larger part of a step.""",
+    measures=("gossip_modules/rounds", "gossip_modules/transport", "gossip_modules/wrappers"),
+    render=seconds_table,
+    also=("language.csv",),
+)
 DEFAULT: Mapping[str, Page] = {
     "language": Page(
         "Language: gossip beside all-reduce, 2 to 64 workers",
@@ -152,8 +165,8 @@ DEFAULT: Mapping[str, Page] = {
         """\
 **Local SGD with mixed first moments and an average in every second step ends lowest of all gossip: in nats above
 all-reduce, it ends at {language.local2_mixed_8} with 8 workers and {language.local2_mixed_16} with 16; with one seed,
-at rates that were chosen in 600 steps, {language.local2_mixed_32} with 32 and {language.local2_mixed_64} with 64**, by
-[`GossipAdamW`][gossip_modules.GossipAdamW] and
+at rates of gossip that were chosen in 600 steps, {language.local2_mixed_32} with 32 and {language.local2_mixed_64} with
+64**, by [`GossipAdamW`][gossip_modules.GossipAdamW] and
 [`MixedMomentum`][gossip_modules.MixedMomentum]. SGP with mixed moments ends {language.mixed_8} above with 8 workers and
 {language.mixed_16} with 16. Without mixed moments it ends {language.sgp_8} above with 8 workers. With the first seed it
 ends {language.adamw_8} above by AdamW and {language.gossip_adamw_8} by GossipAdamW: the second moments make
@@ -165,7 +178,8 @@ ends {language.adamw_8} above by AdamW and {language.gossip_adamw_8} by GossipAd
         setup="""\
 This is [a study in the Lab](index.md#studies-in-the-lab): a decoder of 20,480 parameters learns text in 3,000 steps, on
 four sequences of 32 characters per worker and step. GossipAdamW has the settings of AdamW. With up to 16 workers, rates
-are the best ones of whole trainings with the first seed; with more, of trainings of 600 steps. Cells have nats of the
+are the best ones of whole trainings with the first seed; with more, those of gossip are the best ones of trainings of
+600 steps, which tends to choose too high a rate. Cells have nats of the
 test split above all-reduce with the same seed: the mean, the lowest and the highest.""",
         question="Is it as accurate?",
         result="Local SGD with mixed first moments and H = 2 ends {language.local2_mixed_16} nats above all-reduce "
@@ -186,8 +200,7 @@ Losses come from [the study of language](language.md) with 8 workers, times from
 hosts](index.md#emulated-hosts), each method with its optimizer: the median of three runs. The hosts share two cores, so
 the cluster is slowed by four, and all times are divided by four: a host then has a core, computes 2.8 million
 parameters for 40 ms per step, and has links of 0.1, 1 and 10 Gbit/s. The methods wait for each other, so loss and time
-can be measured apart. Codes, mixing and the optimizer take time of the processor, so methods whose shares are close
-change places between machines: DDP with its fp16 hook and Overlap SGP did so at 1 Gbit/s.
+can be measured apart. Methods whose shares are close change places between machines.
 
 The target is the highest validation loss after 3,000 steps of DDP, SGP and Overlap SGP, with and without mixed moments:
 {default.target} nats, of Overlap SGP in float32. The steps of a method are those of a training that is planned to end
@@ -197,7 +210,7 @@ their losses are moved by its distance from the mean of three seeds at 3,000 ste
 a hook counts with the loss of all-reduce in float32. "Of DDP's" is the share of the seconds of the fastest DDP. With
 mixed moments the processor of a host bounds the step: on GPUs it may be shorter.""",
         also=("language.csv",),
-        parts=(ANOTHER_MACHINE,),
+        parts=(ANOTHER_MACHINE, EIGHT_BITS),
         question="Is it as fast?",
         result="To an equal loss {default.fastest}.",
     ),

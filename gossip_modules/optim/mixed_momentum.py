@@ -40,9 +40,9 @@ class MixedMomentum(MixedBuffers):
     The moments are buffers of the module, without a place in its `state_dict()`, and wrappers mix them like running
     statistics: in rounds, in exact averages, and late with `overlap=True`. The state of the optimizer refers to them,
     and saves and loads them. Compressed rounds send them exactly, `wire_dtype=torch.int8` and averages of codes
-    (`collective="all_reduce"` of `DiLoCo`) by the code. `AllReduceDataParallel` sends none, as averaged gradients keep them equal. With a
-    `Membership` give the optimizer to `track`: a joining worker then has the moments of its donor, and else begins with
-    zeros. An `nn.Sequential` has this object as its last layer, which returns its input.
+    (`collective="all_reduce"` of `DiLoCo`) by the code. `AllReduceDataParallel` sends none, as averaged gradients keep
+    them equal. With a `Membership` give the optimizer to `track`: a joining worker then has the moments of its donor,
+    and else begins with zeros. An `nn.Sequential` has this object as its last layer, which returns its input.
 
     Yu, Jin, Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex
     Optimization", ICML 2019, arXiv 1905.03817, prove the linear speedup of momentum SGD whose workers average models

@@ -97,8 +97,8 @@ class PushPull(Mixer):
         if deltas and (wire_dtype is None or wire_dtype.itemsize != 2):
             later = "" if wire_dtype else ', or "auto", which is chosen later'
             raise ValueError(
-                f"got deltas=True without a dtype of 16 bits (wire_dtype={wire_dtype}{later}), expected one: nearly all "
-                "float32 numbers, and nearly all codes, change in every step; pass wire_dtype=torch.bfloat16"
+                f"got deltas=True without a dtype of 16 bits (wire_dtype={wire_dtype}{later}), expected one: nearly "
+                "all float32 numbers, and nearly all codes, change in every step; pass wire_dtype=torch.bfloat16"
             )
         check_chunk_bytes(chunk_bytes)
         self.wire_dtype, self.deltas = wire_dtype, deltas
