@@ -40,7 +40,7 @@ def rounds_statistics(code: Compressor) -> bool:
     return isinstance(code, Cast)
 
 
-class Run(NamedTuple):
+class LayoutRun(NamedTuple):
     """Elements [first, last) of a segment, all of parameters or all of buffers, in one place of a message."""
 
     segment: int
@@ -183,12 +183,12 @@ def wire_of(wire_dtype: torch.dtype | None) -> Wire | None:
 
 
 @lru_cache(maxsize=64)
-def runs_of(layout: FlatLayout) -> tuple[Run, ...]:
+def runs_of(layout: FlatLayout) -> tuple[LayoutRun, ...]:
     """Return the longest runs of a layout, in their order."""
-    runs: list[Run] = []
+    runs: list[LayoutRun] = []
     for index, segment in enumerate(layout.segments):
         for first, spec in segment.places():
-            run = Run(index, first, first + spec.numel, spec.is_buffer, spec.takes_code or not spec.is_buffer)
+            run = LayoutRun(index, first, first + spec.numel, spec.is_buffer, spec.takes_code or not spec.is_buffer)
             last = runs[-1] if runs else run
             if run is not last and last[0] == index and last[3:] == run[3:]:
                 runs[-1] = last._replace(last=run.last)
