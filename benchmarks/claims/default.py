@@ -87,10 +87,9 @@ def _said(label: str) -> str:
         (", int8", " in int8"),
         (", H", " with H"),
         (", 4 bits", " in 4 bits"),
-        (", momentum mixed too", " and mixed moments"),
     ):
         label = label.replace(own, said)
-    return label
+    return label.replace(", momentum mixed too", f" {'and' if ' with ' in label else 'with'} mixed moments")
 
 
 def step(label: str, rate: float) -> Claim:

@@ -235,8 +235,9 @@ class Overlap(State):
         if flight.is_converted or own == 1.0:
             return
         flight.is_converted = True
-        share, each = (1 - own) / flight.result, zip(x.buffers, self._snapshot.buffers, self._sent_buffers, strict=True)
-        for segment, (b, c, s) in zip(x.layout.buffer_segments, each, strict=True):
+        share = (1 - own) / flight.result
+        vectors = x.buffers, self._snapshot.buffers, self._sent_buffers
+        for segment, b, c, s in zip(x.layout.buffer_segments, *vectors, strict=True):
             add_(c, s, alpha=share)
             b.mul_(own)
             for first, last, is_moment in segment.coded():

@@ -184,17 +184,14 @@ def wire_of(wire_dtype: torch.dtype | None) -> Wire | None:
 
 @lru_cache(maxsize=64)
 def runs_of(layout: FlatLayout) -> tuple[LayoutRun, ...]:
-    """Return the longest runs of a layout, in their order."""
+    """Return the longest runs of a layout, in their order: the parameters of a segment, then its buffers."""
     runs: list[LayoutRun] = []
-    for index, segment in enumerate(layout.segments):
-        for first, spec in segment.places():
-            run = LayoutRun(index, first, first + spec.numel, spec.is_buffer, spec.takes_code or not spec.is_buffer)
-            last = runs[-1] if runs else run
-            if run is not last and last[0] == index and last[3:] == run[3:]:
-                runs[-1] = last._replace(last=run.last)
-            else:
-                runs.append(run)
-    return tuple(runs)
+    halves = (layout.where(is_buffer=is_buffer).segments for is_buffer in (False, True))
+    for index, (parameters, buffers) in enumerate(zip(*halves, strict=True)):
+        n = parameters.numel
+        runs.append(LayoutRun(index, 0, n, is_buffer=False, is_coded=True))
+        runs += (LayoutRun(index, n + first, n + last, True, takes_code) for first, last, takes_code in buffers.coded())
+    return tuple(run for run in runs if run.first < run.last)
 
 
 @lru_cache(maxsize=64)
